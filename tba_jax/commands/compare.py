@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command: one page that compares runs, finished or in progress."""
 
-import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from tba_jax.commands.entry_point import make_parser
 from tba_jax.report.comparison import render_comparison, summary
 from tba_jax.report.files import load_run
 from tba_jax.report.groups import group_runs
@@ -14,9 +14,7 @@ from tba_jax.storage.whole_files import write_whole
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the page that compares work directories; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tba_jax.compare", description="Compare runs, finished or in progress."
-    )
+    parser = make_parser("compare", __doc__)
     parser.add_argument("workdir", nargs="+", help="work directories of runs")
     parser.add_argument(
         "--group",

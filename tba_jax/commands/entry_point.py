@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Entry point of every command: failures become one line on standard error and an exit code."""
 
+import argparse
 import ctypes
 import importlib
 import logging
@@ -14,6 +15,7 @@ from typing import NoReturn
 
 from absl import logging as absl_logging
 
+from tba_jax.commands.interruption import to_null
 from tba_jax.devices.platform import prepare_process
 from tba_jax.run.errors import tell
 
@@ -28,6 +30,20 @@ def end_with_parent() -> None:
     """Ask Linux to kill this process when its parent ends, even if the parent is killed."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def make_parser(name: str, description: str | None) -> argparse.ArgumentParser:
+    """Return a parser without arguments for `python -m tba_jax.NAME`.
+
+    Args:
+        description: text of --help; its lines stay as they are.
+    """
+    return argparse.ArgumentParser(
+        prog=f"python -m tba_jax.{name}",
+        description=description,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
 
 
 def run(name: str, argv: Sequence[str] | None = None) -> NoReturn:
@@ -68,7 +84,10 @@ def run_command(main: Callable[[], int]) -> int:
     except Exception as error:  # reported, with its traceback in a file
         is_unread = isinstance(error, BrokenPipeError) and _has_no_reader()
         if isinstance(error, OSError):
-            _drop_output()
+            try:
+                sys.stdout.flush()
+            except OSError:
+                to_null(sys.stdout)  # so that the flush at exit succeeds
         return 128 + signal.SIGPIPE if is_unread else tell(error)
 
 
@@ -77,13 +96,3 @@ def _has_no_reader() -> bool:
     poll = select.poll()
     poll.register(1, 0)
     return bool(poll.poll(0))
-
-
-def _drop_output() -> None:
-    """Redirect standard output to /dev/null if it fails, so that the flush at exit succeeds."""
-    try:
-        sys.stdout.flush()
-    except OSError:
-        null = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(null, sys.stdout.fileno())
-        os.close(null)

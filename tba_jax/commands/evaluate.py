@@ -7,13 +7,14 @@ python -m tba_jax.evaluate --workdir=DIR ...
 Both forms accept [--config.FIELD=VALUE ...] and [--json].
 """
 
-import argparse
+import contextlib
 import functools
 import json
 import sys
 from collections.abc import Sequence
 from typing import Any
 
+from tba_jax.commands.entry_point import make_parser
 from tba_jax.config.command_line import override
 from tba_jax.config.resolved import dtypes_on
 from tba_jax.config.rules import validate
@@ -36,18 +37,8 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
 
     from tba_jax.devices.site import Site, reading_mesh
     from tba_jax.models.tokenizer import Tokenizer
+    from tba_jax.run import task_parts as parts
     from tba_jax.run.model_parts import decoder_weights, make_decoder, start_weights
-    from tba_jax.run.task_parts import (
-        check_environments,
-        make_environments,
-        make_evaluator,
-        make_gold,
-        make_grader,
-        make_judging,
-        make_rewards,
-        make_shard_evaluator,
-        make_task,
-    )
 
     devices = jax.local_devices()
     num = config.search.num_devices
@@ -56,7 +47,7 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
             f"search.num_devices={num}: there are only {len(devices)} devices. Set "
             f"--config.search.num_devices={len(devices)}"
         )
-    task = make_task(config)
+    task = parts.make_task(config)
     tokenizer = Tokenizer.load(folder)
     source = reading_mesh(model_config.hidden_size, devices)
     site = Site(Mesh(np.array(devices[:num]), ("model",)))
@@ -65,31 +56,33 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
     def start_params(_: Site) -> Any:
         return start_weights(config, model_config, source, site.mesh)
 
-    rewards = make_rewards(config, task, tokenizer, [site])
-    environments, gold = make_environments(config, tokenizer), None
-    try:
-        gold = make_gold(config, task, tokenizer, site)
-        judging = make_judging(config, tokenizer, model_config, gold, start_params)
+    with contextlib.ExitStack() as stack:
+
+        def closed(part: Any) -> Any:
+            """Close a part of the run, if there is one, at the end."""
+            stack.callback(part.close if part else lambda: None)
+            return part
+
+        rewards = closed(parts.make_rewards(config, task, tokenizer, [site]))
+        environments = closed(parts.make_environments(config, tokenizer))
+        gold = closed(parts.make_gold(config, task, tokenizer, site))
+        judging = parts.make_judging(config, tokenizer, model_config, gold, start_params)
         decoder = make_decoder(config, model_config, tokenizer, site)
-        grader = make_grader(config, task, tokenizer, rewards)
-        check_environments(config, task, environments)
-        answer = make_shard_evaluator(config, decoder, grader, judging.measures[0], environments)
-        evaluator = make_evaluator(config, task, tokenizer, judging.metrics)
+        grader = parts.make_grader(config, task, tokenizer, rewards)
+        parts.check_environments(config, task, environments)
+        measure = judging.measures[0]
+        answer = parts.make_shard_evaluator(config, decoder, grader, measure, environments)
+        evaluator = parts.make_evaluator(config, task, tokenizer, judging.metrics)
         # A large model takes minutes. Standard output is for the result alone.
         count = f"{len(evaluator.prompts):,}"
         print(f"{task.name}: evaluating {count} held-out prompts", file=sys.stderr, flush=True)
         weights = decoder_weights(config, model_config, params, source, site.mesh)
         shards = [answer.evaluate(weights, ticket) for ticket in evaluator.tickets(0)]
         return evaluator.merge(shards).metrics()
-    finally:
-        for each in filter(None, (rewards, gold, environments)):
-            each.close()
 
 
-def _open_model(
-    name: str, path: str, overrides: Sequence[str]
-) -> tuple[Config, str, Any, Any, str]:
-    """Return the config of a preset, and name, architecture, weights and folder of its model.
+def _of_model(name: str, path: str, overrides: Sequence[str]) -> tuple[str, Config, Any, Any, str]:
+    """Return name, config, architecture, weights and folder of the model of a preset.
 
     Args:
         path: path or hub ID of another model; "": the model of the preset.
@@ -99,7 +92,6 @@ def _open_model(
     import jax.numpy as jnp
 
     from tba_jax.devices.platform import platform_of
-    from tba_jax.devices.program_cache import open_cache
     from tba_jax.devices.site import reading_mesh
     from tba_jax.models import model as models
     from tba_jax.models.shardings import param_shardings
@@ -111,62 +103,61 @@ def _open_model(
     validate(config)
     config = with_lengths(config)[0]
     config = replace(config, dtypes_on(config, platform_of(jax.local_devices()[0])))
-    open_cache()
     found = models.describe(model_path(config))
     mesh = reading_mesh(found.config.hidden_size, jax.local_devices())
     params = found.load_params(
         param_dtype=jnp.dtype(config.model.compute_dtype),
         shardings=param_shardings(found.config, mesh),
     )
-    return config, path or model_path(config), found.config, params, str(found.folder)
+    return path or model_path(config), config, found.config, params, str(found.folder)
+
+
+def _of_run(workdir: str, overrides: Sequence[str]) -> tuple[str, Config, Any, Any, str]:
+    """Return name, config, architecture, weights and folder of the policy of a run."""
+    from tba_jax.commands.saved import load_policy, load_run_config
+    from tba_jax.run.object_store import run_folder
+
+    folder = run_folder(workdir, "--workdir")
+    config = override(load_run_config(folder), overrides)
+    validate(config)
+    step, model_config, params, _, source = load_policy(folder)
+    return f"{workdir} at step {step}", config, model_config, params, source
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tba_jax.evaluate",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--config", default="", help="a preset, math[:PRESET], or a file, FILE.py[:PRESET]"
-    )
-    parser.add_argument("--model", default="", help="Hugging Face folder or hub id")
-    parser.add_argument("--workdir", default="", help="work directory of a run")
-    parser.add_argument("--json", action="store_true", help="one JSON object as the last line")
+    parser = make_parser("evaluate", __doc__)
+    add = parser.add_argument
+    add("--config", default="", help="a preset, math[:PRESET], or a file, FILE.py[:PRESET]")
+    add("--model", default="", help="Hugging Face folder or hub id")
+    add("--workdir", default="", help="work directory of a run")
+    add("--json", action="store_true", help="one JSON object as the last line")
     args, overrides = parser.parse_known_args(argv)
-    from tba_jax.commands.saved import load_policy, load_run_config
     from tba_jax.devices.program_cache import open_cache
-    from tba_jax.run.object_store import run_folder
 
     if args.workdir and (args.config or args.model):
         raise ValueError(
             "--workdir already has a config and a model. Leave out --config and --model, or "
             "--workdir"
         )
-    if args.workdir:
-        workdir = str(run_folder(args.workdir, "--workdir"))
-        config = override(load_run_config(workdir), overrides)
-        validate(config)
-        open_cache()
-        step, model_config, params, _, folder = load_policy(workdir)
-        what = f"{args.workdir} at step {step}"
-    elif args.config:
-        config, what, model_config, params, folder = _open_model(args.config, args.model, overrides)
-    else:
+    if not (args.workdir or args.config):
         raise ValueError("no model given. Add --workdir=DIR, or --config=PRESET with --model")
-    result = evaluate(config, model_config, params, folder)
+    open_cache()
+    if args.workdir:
+        what, *parts = _of_run(args.workdir, overrides)
+    else:
+        what, *parts = _of_model(args.config, args.model, overrides)
+    result = evaluate(*parts)
     if args.json:
         print(json.dumps({"model": what, **result}))
-    else:
-        skipped, failed, metric = result["num_skipped"], result["num_failed"], result["metric"]
-        as_ = "counted as 0" if metric == "pass_at_1" else "left out of the mean"
-        print(
-            f"{what}: {metric_label(metric)} {format_metric(metric, result[metric])} on "
-            f"{result['n']} held-out prompts"
-            + (f" ({skipped} skipped as too long)" if skipped else "")
-            + (f" ({failed} responses have no reward, {as_})" if failed else "")
-            + f", {result['response_length_mean']:.1f} tokens per response"
-        )
+        return 0
+    skipped, failed, metric = result["num_skipped"], result["num_failed"], result["metric"]
+    as_ = "counted as 0" if metric == "pass_at_1" else "left out of the mean"
+    print(
+        f"{what}: {metric_label(metric)} {format_metric(metric, result[metric])} on "
+        f"{result['n']} held-out prompts"
+        + (f" ({skipped} skipped as too long)" if skipped else "")
+        + (f" ({failed} responses have no reward, {as_})" if failed else "")
+        + f", {result['response_length_mean']:.1f} tokens per response"
+    )
     return 0

@@ -7,20 +7,16 @@ README.md in the folder describes the source model, the training and the evaluat
 uploads the folder to the Hugging Face hub.
 """
 
-import argparse
 from collections.abc import Sequence
 
+from tba_jax.commands.entry_point import make_parser
 from tba_jax.commands.model_card import model_card
 from tba_jax.config.command_line import local_folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tba_jax.export",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("export", __doc__)
     parser.add_argument("--workdir", required=True, help="work directory of a run")
     parser.add_argument("--out", required=True, help="folder to write; must not exist or be empty")
     args = parser.parse_args(argv)
@@ -32,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     out = local_folder(args.out, "--out")
     if out.exists() and any(out.iterdir()):
         raise ValueError(f"--out={out}: the folder is not empty. Give a new one")
-    workdir = str(run_folder(args.workdir, "--workdir"))
+    workdir = run_folder(args.workdir, "--workdir")
     step, model_config, params, hf_config, source = load_policy(workdir)
     hf_weights.save(out, model_config, params, hf_config, tokenizer_files_from=source)
     card = model_card(load_run(workdir), step, str(out))

@@ -13,38 +13,25 @@ import sys
 import time
 from collections.abc import Sequence
 
+from tba_jax.commands.entry_point import make_parser
 from tba_jax.report.words import shown
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tba_jax.generate", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument(
-        "--model", default="embedded:start_model", help="folder or Hugging Face hub id"
-    )
-    parser.add_argument("--prompt", required=True, help="text to continue")
-    parser.add_argument("--max_new_tokens", type=int, default=64, help="response limit in tokens")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0: greedy")
-    parser.add_argument("--top_p", type=float, default=1.0, help="share of the probability to keep")
-    parser.add_argument("--top_k", type=int, default=0, help="number of tokens to keep; 0: all")
-    parser.add_argument("--num_samples", type=int, default=1, help="responses to draw")
-    parser.add_argument(
-        "--stop_string",
-        action="append",
-        default=[],
-        help="text that ends a response; may be repeated",
-    )
-    parser.add_argument(
-        "--stop_id",
-        action="append",
-        type=int,
-        default=[],
-        help="token id that ends a response, besides the model's own; may be repeated",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the random numbers")
-    parser.add_argument("--chat", action="store_true", help="put the prompt in the chat template")
-    parser.add_argument("--json", action="store_true", help="last line of output: a JSON object")
+    parser = make_parser("generate", __doc__)
+    add = parser.add_argument
+    add("--model", default="embedded:start_model", help="folder or Hugging Face hub id")
+    add("--prompt", required=True, help="text to continue")
+    add("--max_new_tokens", type=int, default=64, help="response limit in tokens")
+    add("--temperature", type=float, default=1.0, help="0: greedy")
+    add("--top_p", type=float, default=1.0, help="share of the probability to keep")
+    add("--top_k", type=int, default=0, help="number of tokens to keep; 0: all")
+    add("--num_samples", type=int, default=1, help="responses to draw")
+    add("--stop_string", action="append", help="text that ends a response; may be repeated")
+    add("--seed", type=int, default=0, help="seed of the random numbers")
+    add("--chat", action="store_true", help="put the prompt in the chat template")
+    add("--json", action="store_true", help="last line of output: a JSON object")
     args = parser.parse_args(argv)
     result = _generate(args)
     for text in result["texts"]:
@@ -59,40 +46,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _generate(args: argparse.Namespace) -> dict:
     # Imported here, so that --help and wrong flags answer at once.
     import jax
-    import jax.numpy as jnp
 
+    from tba_jax.commands.saved import decoding_site
     from tba_jax.decoding.engine import Decoder
     from tba_jax.decoding.requests import SamplingSettings
     from tba_jax.decoding.stop_strings import StopStrings
-    from tba_jax.devices.platform import platform_of
-    from tba_jax.devices.program_cache import open_cache
-    from tba_jax.devices.site import any_device
     from tba_jax.models import model as models
 
-    open_cache()
-    # The devices on which `load` puts weights without a mesh.
-    site = any_device(platform_of(jax.local_devices()[0]))
-    dtype = jnp.float32 if site.platform == "cpu" else jnp.bfloat16
+    site, dtype = decoding_site()
     config, params, tokenizer = models.load(args.model, param_dtype=dtype)
     if args.chat:
         chat = tokenizer.format_chat([{"role": "user", "content": args.prompt}])
         prompt = tokenizer.encode(chat, add_bos=False)
     else:
         prompt = tokenizer.encode(args.prompt, add_bos=True)
-    settings = SamplingSettings(
-        args.max_new_tokens, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k
-    )
     decoder = Decoder(
         config,
         compute_dtype=dtype,
-        eos_ids=(*tokenizer.eos_ids, *args.stop_id),
+        eos_ids=tokenizer.eos_ids,
         pad_id=tokenizer.pad_id,
         prompt_buckets=(max(1, len(prompt)),),
         max_length=len(prompt) + args.max_new_tokens,
         site=site,
     )
-    if not all(args.stop_string):
-        raise ValueError("--stop_string is empty. Give the text at which a response ends")
     if args.stop_string:
         text_of = functools.partial(tokenizer.decode, skip_special=False)
         decoder.stop_strings = StopStrings(args.stop_string, text_of)
@@ -102,7 +78,9 @@ def _generate(args: argparse.Namespace) -> dict:
         [prompt],
         num_samples=args.num_samples,
         key=jax.random.key(args.seed),
-        settings=settings,
+        settings=SamplingSettings(
+            args.max_new_tokens, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k
+        ),
     )
     wall_s = time.perf_counter() - start
     rows = [y[:n] for y, n in zip(decoded.tokens[0], decoded.lengths[0], strict=True)]

@@ -9,35 +9,41 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 # Signals by which users, terminals and batch systems end a process. Those of timers belong to
 # libraries: a timer of libtpu sends SIGPROF several times a second, and libtpu ignores it without
 # Python's knowledge. After a handler of ours, Python would restore the default action: the end.
-ENDING = tuple(
-    getattr(signal, name)
-    for name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGXCPU")
-    if hasattr(signal, name)  # some exist on Unix only
+ENDING = (
+    *(signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT),
+    *(signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU),
 )
-# These signals are handled even if they are ignored at the start: a shell without job control
-# starts `COMMAND &` with SIGINT ignored.
-_ALWAYS = (signal.SIGINT, signal.SIGTERM)
 
 
-def not_ignored(numbers: Sequence[signal.Signals] = ENDING) -> list[signal.Signals]:
-    """Return the signals to handle: SIGINT, SIGTERM, and others that have the default action.
+@contextlib.contextmanager
+def handling(
+    handler: Callable[[int, Any], None], numbers: Sequence[signal.Signals] = ENDING
+) -> Iterator[None]:
+    """Handle SIGINT, SIGTERM, and other signals that have the default action; then restore.
 
-    A signal that is ignored, as SIGHUP under `nohup`, stays ignored.
+    A signal that is ignored, as SIGHUP under `nohup`, stays ignored. SIGINT and SIGTERM are handled
+    even then: a shell without job control starts `COMMAND &` with SIGINT ignored.
     """
-    return [n for n in numbers if n in _ALWAYS or signal.getsignal(n) == signal.SIG_DFL]
+    always = (signal.SIGINT, signal.SIGTERM)
+    chosen = [n for n in numbers if n in always or signal.getsignal(n) == signal.SIG_DFL]
+    previous = {number: signal.signal(number, handler) for number in chosen}
+    try:
+        yield
+    finally:
+        for number, earlier in previous.items():
+            signal.signal(number, earlier)
 
 
 class Interruption:
     """Flag that an arriving signal sets; the drivers check it between steps.
 
-    Handlers of ignored signals stay unchanged (`not_ignored`). In a pod, JAX's preemption service
-    handles SIGTERM after the processes have connected.
+    In a pod, JAX's preemption service handles SIGTERM after the processes have connected.
 
     Args:
         second: handler of a second signal of the same kind; the default ends the process. A second
@@ -45,29 +51,24 @@ class Interruption:
     """
 
     def __init__(
-        self,
-        numbers: Sequence[signal.Signals] = ENDING,
-        second: Any = signal.SIG_DFL,
+        self, numbers: Sequence[signal.Signals] = ENDING, second: Any = signal.SIG_DFL
     ) -> None:
         self.signal_number: int | None = None
         self._second = second
-        self._previous = {
-            number: signal.signal(number, self._handle) for number in not_ignored(numbers)
-        }
+        self._handled = contextlib.ExitStack()
+        self._handled.enter_context(handling(self._handle, numbers))
 
     def _handle(self, number: int, frame: Any) -> None:
         del frame
         self.signal_number = number
-        is_repeated = number == getattr(signal, "SIGHUP", None)
-        signal.signal(number, signal.SIG_IGN if is_repeated else self._second)
+        signal.signal(number, signal.SIG_IGN if number == signal.SIGHUP else self._second)
 
     def __call__(self) -> bool:
         return self.signal_number is not None
 
     def close(self) -> None:
         """Restore the earlier signal handlers."""
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        self._handled.close()
 
 
 class _Output:
@@ -85,12 +86,17 @@ class _Output:
             self._stream.flush()
         except OSError as error:
             # The text that is still in Python's buffer goes to the new target.
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())
-            os.close(nowhere)
+            to_null(self._stream)
             if self._stream is sys.__stdout__:
                 print(f"the output cannot be written ({error.strerror})", file=sys.stderr)
         return len(text)
+
+
+def to_null(stream: Any) -> None:
+    """Redirect a stream of this process to /dev/null."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
 
 
 @contextlib.contextmanager

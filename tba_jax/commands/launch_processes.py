@@ -8,7 +8,6 @@ which process failed first and how. It waits for the other processes to end, kil
 not end, and returns an error code. Signals are forwarded to all processes.
 """
 
-import argparse
 import contextlib
 import os
 import signal
@@ -20,12 +19,12 @@ import time
 from collections.abc import Sequence
 from typing import IO, Any
 
-from tba_jax.commands.interruption import not_ignored, surviving_closed_outputs
+from tba_jax.commands.entry_point import make_parser
+from tba_jax.commands.interruption import handling, surviving_closed_outputs
 
 # JAX notices a dead process within 30 s and ends the others.
 GRACE_S = 45.0
 _POLL_S = 0.1
-_Processes = Sequence["subprocess.Popen[bytes]"]
 
 
 def launch(
@@ -50,6 +49,7 @@ def launch(
         coordinator = f"127.0.0.1:{probe.getsockname()[1]}"
     who = [f"--coordinator={coordinator}", f"--num_processes={num_processes}"]
     processes: list[subprocess.Popen[bytes]] = []
+    printers: list[threading.Thread] = []
 
     def forward(number: int, frame: object) -> None:
         del frame
@@ -57,10 +57,8 @@ def launch(
             process.send_signal(number)  # does nothing after the process has ended
 
     with contextlib.ExitStack() as stack:
-        for number in not_ignored():
-            stack.callback(signal.signal, number, signal.signal(number, forward))
+        stack.enter_context(handling(forward))
         stack.enter_context(surviving_closed_outputs())
-        printers = []
         for i in range(num_processes):
             process = subprocess.Popen(
                 [*command, *arguments, *who, f"--process_id={i}"],
@@ -73,9 +71,11 @@ def launch(
             )
             processes.append(process)
             stack.callback(_kill, process)
-            for lines in ((i, process.stdout, sys.stdout), (i, process.stderr, sys.stderr)):
-                printers.append(threading.Thread(target=_print_lines, args=lines, daemon=True))
-                printers[-1].start()
+            for source, target in ((process.stdout, sys.stdout), (process.stderr, sys.stderr)):
+                printer = threading.Thread(target=_print_lines, args=(i, source, target))
+                printer.daemon = True
+                printer.start()
+                printers.append(printer)
         code = _wait(processes, grace_s)
         for printer in printers:
             printer.join(grace_s)
@@ -90,7 +90,7 @@ def _print_lines(number: int, source: IO[bytes], target: IO[str]) -> None:
             target.flush()
 
 
-def _wait(processes: _Processes, grace_s: float) -> int:
+def _wait(processes: Sequence["subprocess.Popen[bytes]"], grace_s: float) -> int:
     """Wait until every process has ended; kill the others some time after the first failure."""
     first, deadline = 0, float("inf")
     while True:
@@ -99,9 +99,9 @@ def _wait(processes: _Processes, grace_s: float) -> int:
         if failed and not first:
             i, code = failed[0]
             first, deadline = code if code > 0 else 128 - code, time.monotonic() + grace_s
-            how = (
-                f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
-            )
+            how = f"exited with {code}"
+            if code < 0:
+                how = f"was killed by {signal.Signals(-code).name}"
             _print_error(
                 f"process {i} {how}, the first of {len(processes)} to fail; its last lines are "
                 f"above. The others have {grace_s:.0f} s to end. Run the same command again to "
@@ -132,8 +132,7 @@ def _kill(process: "subprocess.Popen[bytes]") -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m tba_jax.launch_processes", description=__doc__)
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser = make_parser("launch_processes", __doc__)
     parser.add_argument("--num_processes", type=int, required=True, help="processes of the pod")
     parser.add_argument("arguments", nargs="*", help="after --: arguments of tba_jax.main")
     args: Any = parser.parse_args(argv)

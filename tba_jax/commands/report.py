@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Command: the report of a run."""
+"""Command: write the report of a run again."""
 
 import argparse
 import os
 from collections.abc import Sequence
 
-from tba_jax.commands.entry_point import end_with_parent
+from tba_jax.commands.entry_point import end_with_parent, make_parser
 from tba_jax.report.build import write_report
 from tba_jax.report.files import load_run
 from tba_jax.report.page import headline
@@ -16,9 +16,7 @@ from tba_jax.run.workdir import saved_config
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Write the report of a work directory; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tba_jax.report", description="Write the report of a run again."
-    )
+    parser = make_parser("report", __doc__)
     parser.add_argument("workdir", help="work directory of a run")
     parser.add_argument("--with_parent", action="store_true", help=argparse.SUPPRESS)  # of a run
     arguments = parser.parse_args(argv)

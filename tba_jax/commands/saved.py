@@ -4,30 +4,42 @@
 These functions do not start, continue or change a run.
 """
 
+import os
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from tba_jax.config.command_line import local_folder
 from tba_jax.config.schema import Config, defaults, unflatten
-from tba_jax.devices.site import reading_mesh
+from tba_jax.devices.platform import platform_of
+from tba_jax.devices.program_cache import open_cache
+from tba_jax.devices.site import Site, any_device, reading_mesh
 from tba_jax.models import lora
 from tba_jax.models.shardings import param_shardings
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.errors import UserError
 from tba_jax.run.model_parts import abstract_state, describe_model, policy_config
-from tba_jax.run.object_store import storage_of
+from tba_jax.run.object_store import run_folder, storage_of
 from tba_jax.run.workdir import saved_config
 
 
-def load_run_config(workdir: str) -> Config:
+def decoding_site() -> tuple[Site, Any]:
+    """Open the program cache; return the first device for decoding, and the dtype for it."""
+    open_cache()
+    site = any_device(platform_of(jax.local_devices()[0]))
+    return site, jnp.float32 if site.platform == "cpu" else jnp.bfloat16
+
+
+def load_run_config(workdir: str | os.PathLike[str]) -> Config:
     """Return the config of a run.
+
+    Args:
+        workdir: work directory of the run: a folder or gs://BUCKET/FOLDER.
 
     Raises:
         UserError: the folder has no run, or a run of another version.
     """
-    saved = saved_config(local_folder(workdir))
+    saved = saved_config(run_folder(workdir, "--workdir"))
     known = defaults(str(saved.get("objective.name")))
     lost = sorted(saved.keys() - known.keys())
     if lost:
@@ -38,13 +50,13 @@ def load_run_config(workdir: str) -> Config:
     return unflatten(saved)
 
 
-def load_policy(workdir: str) -> tuple[int, Any, Any, dict[str, Any], str]:
+def load_policy(workdir: str | os.PathLike[str]) -> tuple[int, Any, Any, dict[str, Any], str]:
     """Return the policy of the newest checkpoint, sharded over the devices of `reading_mesh`.
 
     Adapters are merged into the parameters that they were trained on, in `model.param_dtype`.
 
     Args:
-        workdir: work directory of the run, which may be running.
+        workdir: work directory of the run, which may be running: a folder or gs://BUCKET/FOLDER.
 
     Returns:
         Step, model config, params, and config.json and folder of the source model.
@@ -53,12 +65,13 @@ def load_policy(workdir: str) -> tuple[int, Any, Any, dict[str, Any], str]:
         ValueError: the folder has no run, or the adapters were trained on other weights than those
             of model.path. CheckpointError: no checkpoint is readable.
     """
-    config = load_run_config(workdir)
+    folder = run_folder(workdir, "--workdir")
+    config = load_run_config(folder)
     source = describe_model(config)
     model_config = source.config
     mesh = reading_mesh(model_config.hidden_size, jax.local_devices())
     policy = policy_config(config, model_config)
-    checkpoints = Checkpoints(storage_of(workdir), read_only=True)
+    checkpoints = Checkpoints(storage_of(folder), read_only=True)
     step = checkpoints.newest_required()
     if found := checkpoints.damage(step):
         raise checkpoints.damaged(step, found)

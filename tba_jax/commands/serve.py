@@ -15,37 +15,21 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 
-# Flag -> smallest allowed value.
-_LEAST = {"num_slots": 1, "max_length": 0}
+from tba_jax.commands.entry_point import make_parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command until SIGINT or SIGTERM; return the exit code."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tba_jax.serve",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--model", default="", help="folder or Hugging Face hub id")
-    parser.add_argument(
-        "--workdir", default="", help="work directory of a run, whose newest checkpoint is served"
-    )
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    parser.add_argument(
-        "--port", type=int, default=8000, help="port to listen on; 0: any free port"
-    )
-    parser.add_argument("--token", default="", help="bearer token that requests must carry")
-    parser.add_argument(
-        "--renderer", default="", help="chat and tool format of the library renderers"
-    )
-    parser.add_argument("--num_slots", type=int, default=64, help="responses decoded at a time")
-    parser.add_argument(
-        "--max_length",
-        type=int,
-        default=0,
-        help="tokens of prompt and response; 0: chosen, up to 4096",
-    )
+    parser = make_parser("serve", __doc__)
+    add = parser.add_argument
+    add("--model", default="", help="folder or Hugging Face hub id")
+    add("--workdir", default="", help="run whose newest checkpoint is served")
+    add("--host", default="127.0.0.1", help="address to listen on")
+    add("--port", type=int, default=8000, help="port to listen on; 0: any free port")
+    add("--token", default="", help="bearer token that requests must carry")
+    add("--renderer", default="", help="chat and tool format of the library renderers")
+    add("--num_slots", type=int, default=64, help="responses decoded at a time")
+    add("--max_length", type=int, default=0, help="tokens of prompt and response; 0: up to 4096")
     args = parser.parse_args(argv)
     _check(args)
     # Imported here, so that --help and wrong flags answer at once.
@@ -63,13 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve_on(bound: socket.socket, args: argparse.Namespace) -> int:
-    import jax
-    import jax.numpy as jnp
-
+    from tba_jax.commands.saved import decoding_site
     from tba_jax.decoding.engine import Decoder
-    from tba_jax.devices.platform import platform_of
-    from tba_jax.devices.program_cache import open_cache
-    from tba_jax.devices.site import any_device
     from tba_jax.devices.worker import StopFlag, Worker
     from tba_jax.flow.padding import length_buckets
     from tba_jax.models.tokenizer import Tokenizer
@@ -78,10 +57,9 @@ def _serve_on(bound: socket.socket, args: argparse.Namespace) -> int:
     from tba_jax.serving.protocol import MAX_STOP_IDS, Served
     from tba_jax.serving.server import Application, RequestQueue
 
-    open_cache()
-    site = any_device(platform_of(jax.local_devices()[0]))
-    dtype = jnp.float32 if site.platform == "cpu" else jnp.bfloat16
-    name, config, params, folder, version = _load(args, dtype)
+    site, dtype = decoding_site()
+    name = args.model or args.workdir
+    config, params, folder, version = _load(args, dtype)
     tokenizer = Tokenizer.load(folder)
     longest = args.max_length or min(config.max_positions, 4096)
     decoder = Decoder(
@@ -93,9 +71,8 @@ def _serve_on(bound: socket.socket, args: argparse.Namespace) -> int:
         max_length=longest,
         site=site,
     )
-    served = Served(
-        name, tokenizer, make_chat_format(tokenizer, args.renderer), tokenizer.eos_ids, longest
-    )
+    chat = make_chat_format(tokenizer, args.renderer)
+    served = Served(name, tokenizer, chat, tokenizer.eos_ids, longest)
     session = decoder.session(
         params,
         num_slots=args.num_slots,
@@ -130,36 +107,32 @@ def _check(args: argparse.Namespace) -> None:
     """Check flags that need no model."""
     if bool(args.model) == bool(args.workdir):
         raise ValueError("give --model=FOLDER or --workdir=RUN, and not both")
-    for name, least in _LEAST.items():
+    for name, least in {"num_slots": 1, "max_length": 0}.items():
         if (value := getattr(args, name)) < least:
             raise ValueError(f"--{name}={value}: must be at least {least}. Set --{name}={least}")
-    if not args.token and args.host != "localhost":
-        try:
-            is_loopback = ipaddress.ip_address(args.host).is_loopback
-        except ValueError:
-            is_loopback = False
-        if not is_loopback:
-            raise ValueError(
-                f"--host={args.host} is reachable from other machines. Add --token=SECRET, or "
-                "use --host=127.0.0.1"
-            )
+    try:
+        is_loopback = args.host == "localhost" or ipaddress.ip_address(args.host).is_loopback
+    except ValueError:  # another name
+        is_loopback = False
+    if not args.token and not is_loopback:
+        raise ValueError(
+            f"--host={args.host} is reachable from other machines. Add --token=SECRET, or "
+            "use --host=127.0.0.1"
+        )
 
 
-def _load(args: argparse.Namespace, dtype: Any) -> tuple[str, Any, Any, str, int]:
-    """Return name, architecture, weights, folder and weight version of the model."""
+def _load(args: argparse.Namespace, dtype: Any) -> tuple[Any, Any, str, int]:
+    """Return architecture, weights, folder and weight version of the model."""
     if args.workdir:
         import jax
 
         from tba_jax.commands.saved import load_policy
-        from tba_jax.run.object_store import run_folder
 
-        workdir = str(run_folder(args.workdir, "--workdir"))
-        step, config, params, _, folder = load_policy(workdir)
+        step, config, params, _, folder = load_policy(args.workdir)
         device = jax.local_devices()[0]
         params = jax.tree.map(lambda x: jax.device_put(x, device).astype(dtype), params)
-        return args.workdir, config, params, folder, step
+        return config, params, folder, step
     from tba_jax.models import model as models
 
     found = models.describe(args.model)
-    params = found.load_params(param_dtype=dtype)
-    return args.model, found.config, params, str(found.folder), 0
+    return found.config, found.load_params(param_dtype=dtype), str(found.folder), 0

@@ -20,7 +20,6 @@ import argparse
 import dataclasses
 import math
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +27,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from tba_jax.commands.entry_point import make_parser
 from tba_jax.config.command_line import local_folder, override
 from tba_jax.config.schema import Config, difference, flatten, replace
 from tba_jax.devices.placement import MeshShape, trainer_mesh
@@ -46,7 +46,7 @@ from tba_jax.train.groups import Groups, Terms
 from tba_jax.train.losses import summed
 from tba_jax.train.objectives import Needs, Objective, objective
 from tba_jax.train.optimizers import learning_rate_schedule, make_optimizer
-from tba_jax.train.state import StepShardings, make_init_state, step_shardings
+from tba_jax.train.state import make_init_state, step_shardings
 from tba_jax.train.step import StepSettings, make_log_likelihood, make_train_step
 
 DEFAULTS = replace(
@@ -87,7 +87,7 @@ class Tuned(NamedTuple):
     eval_losses: list[tuple[int, float]]
 
 
-def batches(examples: Sequence[Example], layout: RowLayout, seed: int) -> Iterator[Any]:
+def batches(examples: Sequence[Example], layout: RowLayout, seed: int) -> Iterator[Batch]:
     """Yield batches without end. Each pass has every example once, in an order from the seed."""
     rng = np.random.default_rng(seed)
     waiting: list[int] = []
@@ -98,7 +98,7 @@ def batches(examples: Sequence[Example], layout: RowLayout, seed: int) -> Iterat
         del waiting[: layout.num_prompts]
 
 
-def _in_order(examples: Sequence[Example], layout: RowLayout) -> Iterator[Any]:
+def _in_order(examples: Sequence[Example], layout: RowLayout) -> Iterator[Batch]:
     """Yield every example once, in batches; the last batch may have empty rows."""
     size = layout.num_prompts
     for start in range(0, len(examples), size):
@@ -121,12 +121,7 @@ def _draw(example: Example) -> Draw:
         sampling_temperature=1.0,
         finish_reason="eos",
     )
-    return Draw(
-        prompt=Prompt(0, "", example.prompt, {}),
-        trajectories=(response,),
-        is_fresh=True,
-        ids=(0,),
-    )
+    return Draw(Prompt(0, "", example.prompt, {}), (response,), is_fresh=True, ids=(0,))
 
 
 def fine_tune(
@@ -169,6 +164,10 @@ def fine_tune(
     )
     pad_id = source.load_tokenizer().pad_id
     layout = _layout([*examples, *held_out], pad_id, batch, step_settings)
+
+    def placed(batch: Batch) -> Any:
+        return jax.device_put(batch, shardings.of_batch(batch))
+
     # Adapters are float32; the base weights are read and never updated.
     loaded = source.load_params(
         param_dtype=jnp.dtype(dtype if adapters.rank else "float32"),
@@ -186,16 +185,13 @@ def fine_tune(
     for i in range(settings.num_steps + 1):
         is_last = i == settings.num_steps
         if held_out and (is_last or settings.eval.period and i % settings.eval.period == 0):
-            found = [
-                score(state.params, _placed(x, shardings), *base)
-                for x in _in_order(held_out, layout)
-            ]
+            found = [score(state.params, placed(x), *base) for x in _in_order(held_out, layout)]
             total, num = np.sum(np.array(found, np.float64), axis=0)
             eval_losses.append((i, float(-total / num)))
             print(f"step {i}: {eval_losses[-1][1]:.4f} nats per held-out token", flush=True)
         if is_last:
             break
-        state, outputs = step(state, _placed(next(stream), shardings), *base)
+        state, outputs = step(state, placed(next(stream)), *base)
         losses.append(float(outputs["numbers"]["loss"]))
         if i % _PRINT_STEPS == 0 or i == settings.num_steps - 1:
             print(
@@ -223,10 +219,6 @@ def _layout(
     )
 
 
-def _placed(batch: Batch, shardings: StepShardings) -> Any:
-    return jax.device_put(batch, shardings.of_batch(batch))
-
-
 def _examples(
     data: str, eval_share: float, seed: int, tokenizer: Any
 ) -> tuple[list[Example], list[Example]]:
@@ -250,12 +242,7 @@ def _arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
     Raises:
         ConfigError: a setting has no effect on fine-tuning, or a wrong value.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m tba_jax.sft",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    parser = make_parser("sft", __doc__)
     add = parser.add_argument
     add("--model", required=True, help="Hugging Face folder or hub id")
     add("--data", required=True, help="file, folder or hf://NAME")
@@ -291,12 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{'' if packed else f' ({source.config.max_positions})'}. Shorten them"
         )
     tuned = fine_tune(source, examples, held_out, config)
-    hf_weights.save(
-        Path(out),
-        source.config,
-        tuned.params,
-        source.hf_config,
-        tokenizer_files_from=source.folder,
-    )
+    folder = source.folder
+    hf_weights.save(out, source.config, tuned.params, source.hf_config, tokenizer_files_from=folder)
     print(f"{out}: written")
     return 0

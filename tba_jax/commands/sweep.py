@@ -2,13 +2,12 @@
 """Command: train every combination of some settings and seeds, and compare the runs.
 
 Each run is the main command in a process of its own, with its work directory in OUT, one after the
-other. Invariant: a finished run is not started again, and a killed sweep continues where it
-stopped.
+other. A finished run is not started again: the same command continues a sweep that was stopped.
+Other arguments, such as --config.num_steps=50, are those of tba_jax.main and hold for all runs.
 """
 
 import argparse
 import itertools
-import os
 import re
 import signal
 import subprocess
@@ -18,8 +17,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from tba_jax.commands import compare
-from tba_jax.commands.entry_point import end_with_parent
-from tba_jax.commands.interruption import not_ignored
+from tba_jax.commands.entry_point import end_with_parent, make_parser
+from tba_jax.commands.interruption import handling
 from tba_jax.config.command_line import local_folder, override
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config
@@ -29,7 +28,7 @@ from tba_jax.run.workdir import is_finished
 from tba_jax.settings import ConfigError
 
 MAIN = (sys.executable, "-m", "tba_jax.main")
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_GRID = '"optimizer.learning_rate=1e-5,3e-5;objective.preset=tba,grpo"'
 
 
 class Point(NamedTuple):
@@ -60,7 +59,7 @@ def parse_grid(text: str) -> dict[str, list[str]]:
         if not equals or not all(found) or field in grid:
             raise ConfigError(
                 f"--grid: {part.strip()!r}, wanted each field once as FIELD=VALUE,VALUE; e.g. "
-                '--grid="optimizer.learning_rate=1e-5,3e-5;objective.preset=tba,grpo"'
+                f"--grid={_GRID}"
             )
         grid[field] = found
     return grid
@@ -100,16 +99,17 @@ class _Stopped(Exception):
     """An interrupt of the sweep."""
 
 
-def _run(argv: Sequence[str], log: Path) -> str:
+def _train(argv: Sequence[str], folder: Path) -> str:
     """Train one run; return the reason of its failure, or "".
 
     Raises:
         _Stopped: SIGINT or SIGTERM arrived; the run has saved its state and ended.
     """
     stopped: list[int] = []
+    log = folder.with_name(f"{folder.name}.log")
     with open(log, "ab") as output:
         process = subprocess.Popen(
-            argv,
+            [*argv, f"--workdir={folder}"],
             stdout=output,
             stderr=subprocess.STDOUT,
             preexec_fn=end_with_parent,
@@ -120,75 +120,57 @@ def _run(argv: Sequence[str], log: Path) -> str:
             stopped.append(number)
             process.terminate()
 
-        previous = {x: signal.signal(x, stop) for x in not_ignored(_SIGNALS)}
-        try:
+        with handling(stop, (signal.SIGINT, signal.SIGTERM)):
             code = process.wait()
-        finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
     if stopped:
         raise _Stopped
     if code == 0:
         return ""
-    last = [line for line in log.read_text(errors="replace").splitlines() if line.strip()][-1:]
-    return f"exit status {code}: {last[0] if last else 'no output'}"
+    last = log.read_text(errors="replace").strip().rpartition("\n")[2]
+    return f"exit status {code}: {last or 'no output'} ({log})"
 
 
-def _train(argv: Sequence[str], num_steps: int, folder: Path) -> str:
-    """Train one run unless it is finished; return the reason of its failure, or ""."""
-    if is_finished(folder, num_steps):
-        return ""
-    log = folder.with_name(f"{folder.name}.log")
-    failure = _run([*argv, f"--workdir={folder}"], log)
-    return failure and f"{failure} ({log})"
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Train every run and write OUT/compare.html; return the exit status."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tba_jax.sweep",
-        description="Train every combination of settings and seeds, and compare the runs. "
-        "The same command continues a sweep that was stopped. Other arguments, such as "
-        "--config.num_steps=50, are those of tba_jax.main and hold for all runs.",
-    )
+def _arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
+    parser = make_parser("sweep", __doc__)
     parser.add_argument("--config", required=True, help="a preset, or FILE.py:PRESET")
-    parser.add_argument(
-        "--grid",
-        default="",
-        help='e.g. "optimizer.learning_rate=1e-5,3e-5;objective.preset=tba,grpo"',
-    )
+    parser.add_argument("--grid", default="", help=f"e.g. {_GRID}")
     parser.add_argument("--seeds", type=int, default=1, help="runs of each combination")
     parser.add_argument("--first_seed", type=int, default=0)
     parser.add_argument("--out", default="", help="folder; default runs/sweep-CONFIG")
     options, others = parser.parse_known_args(argv)
     if min(options.seeds - 1, options.first_seed) < 0:
         raise ConfigError("--seeds must be at least 1, and --first_seed at least 0")
+    return options, others
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train every run and write OUT/compare.html; return the exit status."""
+    options, others = _arguments(argv)
     name = re.sub(r"\W+", "-", Path(options.config).name)
     out = local_folder(options.out or f"runs/sweep-{name}", "--out").resolve()
     seeds = range(options.first_seed, options.first_seed + options.seeds)
-    common = [f"--config={options.config}", *others]
-    found = points(common, parse_grid(options.grid), seeds)
+    found = points([f"--config={options.config}", *others], parse_grid(options.grid), seeds)
     out.mkdir(parents=True, exist_ok=True)
     failed = 0
-    runs: dict[Point, tuple[int, Path]] = {}
-    for point, config in found.items():
-        if isinstance(config, ConfigError):
-            print(f"{point.name}: failed, {config}", flush=True)
-            failed += 1
-        else:
-            runs[point] = config.num_steps, out / point.name
-    try:
-        for point, (num_steps, folder) in runs.items():
-            failure = _train([*MAIN, *point.arguments], num_steps, folder)
-            text = f"failed, {failure}" if failure else headline(load_run(folder))
-            print(f"{point.name}: {text}", flush=True)
-            failed += bool(failure)
-    except _Stopped:
-        print("stopped; the same command continues", file=sys.stderr)
-        return 128 + signal.SIGINT
-    folders = [out / x.name for x in found if os.path.exists(out / x.name / "metrics.jsonl")]
+    # Wrong settings are reported before the first run.
+    for point, config in sorted(found.items(), key=lambda x: isinstance(x[1], Config)):
+        folder = out / point.name
+        try:
+            if isinstance(config, ConfigError):
+                failure = str(config)
+            elif is_finished(folder, config.num_steps):
+                failure = ""
+            else:
+                failure = _train([*MAIN, *point.arguments], folder)
+        except _Stopped:
+            print("stopped; the same command continues", file=sys.stderr)
+            return 128 + signal.SIGINT
+        failed += bool(failure)
+        text = f"failed, {failure}" if failure else headline(load_run(folder))
+        print(f"{point.name}: {text}", flush=True)
+    folders = [str(out / x.name) for x in found if (out / x.name / "metrics.jsonl").exists()]
     if folders:
-        compare.main([*map(str, folders), f"--out={out / 'compare.html'}"])
+        compare.main([*folders, f"--out={out / 'compare.html'}"])
     if failed:
         print(f"{failed} of {len(found)} runs failed; see above", file=sys.stderr)
     return 1 if failed else 0

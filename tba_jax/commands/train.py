@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The main command: parse flags, build, train, report.
+"""The main command: read the config, build, train, report.
 
     python -m tba_jax.main --config=math[:PRESET] [--workdir=DIR] [--config.FIELD=VALUE]
 
@@ -7,6 +7,7 @@ The command resumes a run that the work directory has already. With --coordinato
 command runs on every host, under jax.distributed.
 """
 
+import argparse
 import contextlib
 import json
 import os
@@ -16,16 +17,12 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from absl import flags
-from ml_collections import config_flags
-
+from tba_jax.commands.entry_point import make_parser
 from tba_jax.commands.interruption import Interruption, surviving_closed_outputs
-from tba_jax.config import schema as config_lib
-from tba_jax.config.command_line import OPEN, local_folder, parse_flags
-from tba_jax.config.methods import written_out
+from tba_jax.config.command_line import local_folder, override
 from tba_jax.config.notes import notes
 from tba_jax.config.rules import validate
-from tba_jax.config.schema import Config, freeze
+from tba_jax.config.schema import Config, flatten
 from tba_jax.devices.cluster import Address, PeerError, resolve_address
 from tba_jax.remote.channel import HEARTBEAT_S
 from tba_jax.run.errors import UserError, tell
@@ -37,168 +34,141 @@ from tba_jax.storage.whole_files import is_address
 # This runs before JAX is imported, so that times count from the start of the command.
 _PROCESS_START = time.perf_counter()
 
-# Argument of the config flag, filled in by `main`.
-_GIVEN: list[str] = []
-_CONFIG = config_flags.DEFINE_config_file(
-    "config",
-    None,
-    "A preset, math[:PRESET], or a file, FILE.py[:PRESET].",
-    sys_argv=_GIVEN,
-    **OPEN,
-)
-_WORKDIR = flags.DEFINE_string(
-    "workdir",
-    None,
-    "Work directory (default runs/FILE-PRESET-seedN). A run in it is resumed.",
-)
-_COORDINATOR = flags.DEFINE_string(
-    "coordinator",
-    None,
-    "Several processes: HOST:PORT of process 0 (or JAX_COORDINATOR_ADDRESS); auto: on a TPU pod.",
-)
-_NUM_PROCESSES = flags.DEFINE_integer(
-    "num_processes", None, "Number of processes of the run (or JAX_NUM_PROCESSES)."
-)
-_PROCESS_ID = flags.DEFINE_integer(
-    "process_id", None, "Index of this process, from 0 (or JAX_PROCESS_ID)."
-)
-_DRY_RUN = flags.DEFINE_bool(
-    "dry_run", False, "Print the config and its first problem on this machine; train nothing."
-)
+
+def _parser() -> argparse.ArgumentParser:
+    parser = make_parser("main", __doc__)
+    parser.epilog = "--dry_run prints every field of the config; docs/config.md explains them."
+    add = parser.add_argument
+    add("--config", help="a preset, math[:PRESET], or a file, FILE.py[:PRESET]")
+    add("--workdir", help="work directory (default runs/FILE-PRESET-seedN); a run in it is resumed")
+    add(
+        "--coordinator",
+        help="several processes: HOST:PORT of process 0 (or JAX_COORDINATOR_ADDRESS); auto: on a "
+        "TPU pod",
+    )
+    add("--num_processes", type=int, help="processes of the run (or JAX_NUM_PROCESSES)")
+    add("--process_id", type=int, help="index of this process, from 0 (or JAX_PROCESS_ID)")
+    add(
+        "--dry_run",
+        action="store_true",
+        help="print the config and its first problem on this machine; train nothing",
+    )
+    return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return the exit code."""
-    argv = sys.argv if argv is None else [sys.argv[0], *argv]
-    if "--help" in argv or "-h" in argv:
-        return _help()
-    others = _parsed(argv)[1:]
-    if others:
-        raise UserError(f"unexpected argument {others[0]!r}; options begin with --")
-    if _CONFIG.value is None:
+    args, overrides = _parser().parse_known_args(argv)
+    if args.config is None:
         raise UserError("no --config given; try --config=math")
-    config = freeze(_CONFIG.value)
+    config = override(None, [f"--config={args.config}", *overrides])
     validate(config)
-    given = _WORKDIR.value or default_workdir(config)
-    address = given if is_address(given) else ""
-    workdir = Path(given) if address else local_folder(given)
-    job = resolve_address(_COORDINATOR.value, _NUM_PROCESSES.value, _PROCESS_ID.value, os.environ)
-    is_job = job.num_processes != 1
+    given = args.workdir or default_workdir(config)
+    workdir = given if is_address(given) else local_folder(given)
+    job = resolve_address(args.coordinator, args.num_processes, args.process_id, os.environ)
     from tba_jax.planning.choices import choose, lines
 
     try:
-        config = choose(config, {} if address else begun_config(workdir), is_job=is_job)
+        begun = begun_config(workdir) if isinstance(workdir, Path) else {}
+        config = choose(config, begun, is_job=job.num_processes != 1)
+        validate(config)
     except Exception:
-        if _DRY_RUN.value:  # print the given settings, without those that could not be chosen
+        if args.dry_run:  # print the given settings, without those that could not be chosen
             _print_settings(given, config)
         raise
-    validate(config)
     for line in lines(config):
-        print(line, file=sys.stderr if _DRY_RUN.value else sys.stdout)
-    if _DRY_RUN.value:
-        _print_settings(given, config)
-        for line in notes(config):
-            print(f"note: {line}", file=sys.stderr)
-        from tba_jax.run.task_parts import preflight
-
-        preflight(config)
-        if config.model.path and (line := _tokenizer_difference(config.model.path)):
-            print(f"note: {line}", file=sys.stderr)
-        return 0
+        print(line, file=sys.stderr if args.dry_run else sys.stdout)
+    if args.dry_run:
+        return _dry_run(given, config)
     with surviving_closed_outputs():
-        return _run(config, workdir, address, job if is_job else None)
+        if job.num_processes == 1 and config.placement != "fleet":
+            return _run(config, workdir)
+        if not isinstance(workdir, Path):
+            raise UserError(
+                "a run of several processes needs a work directory that is a folder, shared by all "
+                f"hosts; --workdir={workdir} is an object store"
+            )
+        return _run(config, workdir) if job.num_processes == 1 else _run_job(config, workdir, job)
 
 
-def _tokenizer_difference(model_path: str) -> str:
+def _print_settings(workdir: object, config: Config) -> None:
+    print(json.dumps({"workdir": str(workdir), **flatten(config)}, indent=1))
+
+
+def _dry_run(workdir: object, config: Config) -> int:
+    """Print all settings, and check what a run needs."""
     from tba_jax.models.hf import folders, tokenizer_files
+    from tba_jax.run.task_parts import preflight
 
-    return tokenizer_files.difference(folders.resolve(model_path, with_weights=False))
+    _print_settings(workdir, config)
+    for line in notes(config):
+        print(f"note: {line}", file=sys.stderr)
+    preflight(config)
+    if config.model.path:
+        folder = folders.resolve(config.model.path, with_weights=False)
+        if line := tokenizer_files.difference(folder):
+            print(f"note: {line}", file=sys.stderr)
+    return 0
 
 
-def _print_settings(workdir: str, config: Config) -> None:
-    print(json.dumps({"workdir": workdir, **config_lib.flatten(config)}, indent=1))
-
-
-def _run(config: Config, workdir: Path, address: str, job: Address | None) -> int:
-    """Train, or report that the run is finished; return the exit code.
-
-    Args:
-        address: address of the work directory in an object store; "" for a local folder.
-        job: address of the other processes of the run; None: there are none.
-    """
-    if address and (job or config.placement == "fleet"):
-        raise UserError(
-            "a run of several processes needs a work directory that is a folder, shared by all "
-            f"hosts; --workdir={address} is an object store"
-        )
-    if job:
-        return _run_job(config, workdir, job)
+def _run(config: Config, workdir: Path | str) -> int:
+    """Train in one process, or report that the run is finished; return the exit code."""
     interrupted = Interruption()
-    outcome = train(
-        config,
-        address or workdir,
-        interrupted=interrupted,
-        start_s=_PROCESS_START,
-    )
-    return _say(outcome, config, address.rstrip("/") or workdir, interrupted.signal_number)
+    outcome = train(config, workdir, interrupted=interrupted, start_s=_PROCESS_START)
+    other = "a signal to another process"
+    return _say(outcome, config, str(workdir).rstrip("/"), interrupted.signal_number, other)
 
 
 def _say(
-    outcome: Outcome,
-    config: Config,
-    workdir: object,
-    signal_number: int | None,
-    *,
-    is_job: bool = False,
+    outcome: Outcome, config: Config, workdir: object, signal_number: int | None, other: str
 ) -> int:
-    """Print the outcome of a run; return the exit code of a single process."""
-    if outcome.is_finished:
-        before, after = "", ""
-        if outcome.was_finished:
-            before, after = "This run is finished. ", " (--workdir=DIR begins another run)"
-        print(f"{before}Report: {workdir}/report.html{after}")
-        return 0
-    cause = "a signal to another process"
-    if signal_number is not None:
-        cause = signal.Signals(signal_number).name
-    elif is_job:
-        cause = "preemption (SIGTERM to one of the processes)"
-    print(
-        f"Stopped by {cause} at step {outcome.step} of {config.num_steps}; saved. "
-        "Run the same command again to continue."
-    )
-    return 128 + (signal_number or 2)
+    """Print the outcome of a run; return the exit code of a single process.
+
+    Args:
+        signal_number: signal that stopped this process; None: another cause, `other`.
+    """
+    if not outcome.is_finished:
+        cause = other if signal_number is None else signal.Signals(signal_number).name
+        print(
+            f"Stopped by {cause} at step {outcome.step} of {config.num_steps}; saved. "
+            "Run the same command again to continue."
+        )
+        return 128 + (signal_number or signal.SIGINT)
+    if outcome.was_finished:
+        print(
+            f"This run is finished. Report: {workdir}/report.html (--workdir=DIR begins another "
+            "run)"
+        )
+    else:
+        print(f"Report: {workdir}/report.html")
+    return 0
 
 
 def _run_job(config: Config, workdir: Path, job: Address) -> int:
-    """Connect to the other processes of a job, and run; the owner locks the work directory."""
+    """Connect to the other processes of a job, and run; the owner locks the work directory.
+
+    A pod that stops on SIGTERM exits with status 0.
+    """
+    from tba_jax.planning.choices import choose_together, lines
 
     interrupted = Interruption()
     everyone = start_cluster(config, job)
     held = contextlib.ExitStack()
     try:
-        from tba_jax.planning.choices import choose_together, lines
-
         given = len(config.chosen)
         config = choose_together(config, everyone, begun_config(workdir))
         validate(config)
         for line in lines(config)[given:] if everyone.is_primary else ():
             print(line, flush=True)
-
         cluster, outcome = run_job(
-            config,
-            workdir,
-            everyone,
-            interrupted,
-            start_s=_PROCESS_START,
-            held=held,
+            config, workdir, everyone, interrupted, start_s=_PROCESS_START, held=held
         )
         code = 0
         if outcome is not None and cluster.is_primary:
-            code = _say(outcome, config, workdir, interrupted.signal_number, is_job=True)
+            other = "preemption (SIGTERM to one of the processes)"
+            code = _say(outcome, config, workdir, interrupted.signal_number, other)
         everyone.close()  # the others may still request steps or tickets
         held.close()
-        # A pod that stops on SIGTERM exits with status 0.
         return code if everyone.num_processes == 1 else 0
     except BaseException as error:
         if everyone.num_processes == 1:
@@ -215,23 +185,3 @@ def _run_job(config: Config, workdir: Path, job: Address) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-
-
-def _help() -> int:
-    _, _, own = flags.FLAGS.module_help(__name__).partition(":\n")
-    print(f"{__doc__}\n{own}")
-    print("--dry_run prints every field; docs/config.md explains them.")
-    return 0
-
-
-def _parsed(argv: Sequence[str]) -> list[str]:
-    """Return the arguments that are not flags.
-
-    Raises:
-        ConfigError: a flag is malformed.
-    """
-    _GIVEN[:] = written_out(argv)
-    rest = parse_flags(_GIVEN, flags.FLAGS)
-    if _CONFIG.value is not None:
-        freeze(_CONFIG.value)  # reads the schedules
-    return rest

@@ -125,25 +125,28 @@ def step_axis(axes: "Axes") -> None:
 
 def panels(
     run: Run,
-    named: Sequence[tuple[str, str]],
+    named: Sequence[tuple[str, Sequence[str]]],
     columns: int = 1,
     size: tuple[float, float] = (5.0, 3.3),
 ) -> "Figure | None":
-    """Draw a panel for each metric that the run has: dots, and their moving mean.
+    """Draw a panel for each metric that the run has: moving means, and dots below a single one.
 
     Args:
-        named: (title of the panel, key of metrics.jsonl); the first title may be "".
+        named: (title of the panel, keys of metrics.jsonl); the first title may be "".
         size: width and height in inches.
     """
-    found = [(title, run.metrics.column("step", key)) for title, key in named]
-    found = [(title, thinned(*curve)) for title, curve in found if len(curve[0])]
+    found = [(title, [run.metrics.column("step", key) for key in keys]) for title, keys in named]
+    found = [(title, curves) for title, curves in found if any(len(x) for x, _ in curves)]
     if not found:
         return None
     figure, axes = new_axes(size, len(found), columns)
-    for i, (each, (title, (x, y))) in enumerate(zip(axes, found, strict=True)):
-        color = SERIES[i % 2 if columns == 1 else 0]
-        each.plot(x, y, ".", color=color, alpha=0.45, markersize=5, markeredgewidth=0)
-        each.plot(x, smooth(y), color=color, linewidth=2.2)
+    for i, (each, (title, curves)) in enumerate(zip(axes, found, strict=True)):
+        for j, curve in enumerate(curves):
+            x, y = thinned(*curve)
+            color = SERIES[(i % 2 if columns == 1 else j) % len(SERIES)]
+            if len(curves) == 1:
+                each.plot(x, y, ".", color=color, alpha=0.45, markersize=5, markeredgewidth=0)
+            each.plot(x, smooth(y), color=color, linewidth=2.2 if len(curves) == 1 else 1.4)
         each.set_title(title)
         each.margins(y=0.12)
         if title.startswith("share of "):
@@ -167,19 +170,13 @@ def accuracy(run: Run) -> "Figure | None":
         if is_share(metric) and n and 0 <= value <= 1:
             axes.vlines(step, *share_interval(value, n), SERIES[0], linewidth=5, alpha=0.25)
     axes.plot(steps, values, "-o", color=SERIES[0], linewidth=2.2, markersize=6)
+    style: Any = {"textcoords": "offset points", "fontsize": 11, "fontweight": "bold"}
     for i in sorted({0, len(evals) - 1}):
         # Below the first value of a rising curve, which would cross a label above it.
-        is_below = i == 0 and len(evals) > 1 and values[-1] >= values[0]
-        axes.annotate(
-            spaced_metric(metric, values[i]),
-            (steps[i], values[i]),
-            xytext=(4, -22) if is_below else (0, 9),
-            textcoords="offset points",
-            ha="left" if is_below else "center",
-            fontsize=11,
-            fontweight="bold",
-            color=_TEXT,
-        )
+        is_below = i == 0 and values[-1] > values[0]
+        place: Any = {"xytext": (4, -22), "ha": "left"} if is_below else {"xytext": (-9, 9)}
+        text = spaced_metric(metric, values[i])
+        axes.annotate(text, (steps[i], values[i]), color=_TEXT, **place, **style)
     axes.margins(0.1, 0.25)  # room for the annotations
     if is_share(metric):
         percent_axis(axes)
@@ -190,14 +187,13 @@ def accuracy(run: Run) -> "Figure | None":
 
 def reward(run: Run) -> "Figure | None":
     """Draw the mean reward of sampled responses per step, else of trained responses."""
-    names = [f"{of}/reward_mean" for of in ("search", "train")]
-    return next(filter(None, (panels(run, [("", name)]) for name in names)), None)
+    return panels(run, [("", ["search/reward_mean"])]) or panels(run, [("", ["train/reward_mean"])])
 
 
 def habits(run: Run) -> "Figure | None":
     """Draw the share of the response kind, if the run names one, and the response length."""
-    kinds = [(f"share of {x} answers", "search/kind_share") for x in _kinds(run)]
-    return panels(run, [*kinds, ("response length (tokens)", "search/response_length_mean")])
+    kinds = [(f"share of {x} answers", ["search/kind_share"]) for x in _kinds(run)]
+    return panels(run, [*kinds, ("response length (tokens)", ["search/response_length_mean"])])
 
 
 def staleness(run: Run) -> "Figure | None":
@@ -224,12 +220,12 @@ def staleness(run: Run) -> "Figure | None":
 
 
 _HEALTH = (
-    ("TB loss", "train/tb_loss"),
-    ("log ratio to the reference (nats)", "train/kl_reference"),
-    ("log Z", "train/log_z"),
-    ("gradient norm", "train/grad_norm"),
-    ("effective sample size (share)", "train/ess_fraction"),
-    ("staleness, mean (steps)", "buffer/staleness_mean"),
+    ("TB loss", ["train/tb_loss"]),
+    ("log ratio to the reference (nats)", ["train/kl_reference"]),
+    ("log Z", ["train/log_z"]),
+    ("gradient norm", ["train/grad_norm"]),
+    ("effective sample size (share)", ["train/ess_fraction"]),
+    ("staleness, mean (steps)", ["buffer/staleness_mean"]),
 )
 _BY_AGE = (
     ("effective sample size (share)", "ess_fraction"),
@@ -245,18 +241,13 @@ def by_staleness(run: Run) -> "Figure | None":
     """Draw off-policy measures of the trained responses, a line for each range of staleness."""
     found = (re.fullmatch("stale_([0-9]+)/ess_fraction", name) for name in run.metrics.names)
     ages = sorted(int(name[1]) for name in found if name)
-    if not ages:
-        return None
-    figure, axes = new_axes((10.4, 4.4), len(_BY_AGE), 3)
-    for each, (title, quantity) in zip(axes, _BY_AGE, strict=True):
-        for j, age in enumerate(ages):
-            x, y = thinned(*run.metrics.column("step", f"stale_{age}/{quantity}"))
-            each.plot(x, smooth(y), color=SERIES[j % len(SERIES)], linewidth=1.4)
-        each.set_title(title)
-        step_axis(each)
-    labels = [f"from {ages[0]} steps old", *map(str, ages[1:])]
-    options = {"ncols": len(ages), "frameon": False, "fontsize": 9, "labelcolor": _TEXT}
-    figure.legend(axes[0].get_lines(), labels, loc="outside upper left", **options)
+    named = [(title, [f"stale_{age}/{name}" for age in ages]) for title, name in _BY_AGE]
+    figure = panels(run, named, columns=3, size=(10.4, 4.4))
+    if figure is not None:
+        lines = figure.axes[0].get_lines()[-len(ages) :]
+        labels = [f"from {ages[0]} steps old", *map(str, ages[1:])]
+        options = {"ncols": len(ages), "frameon": False, "fontsize": 9, "labelcolor": _TEXT}
+        figure.legend(lines, labels, loc="outside upper left", **options)
     return figure
 
 

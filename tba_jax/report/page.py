@@ -45,10 +45,10 @@ def render(run: Run, pictures: Mapping[str, bytes]) -> str:
             seed=report.get("seed", run.config.get("seed")),
             warnings=[f"{x[:1].upper()}{x[1:]}." for x in economy.get("warnings", [])],
             tiles=_tiles(run),
-            ledger=ledger_sentence(report.get("ledger") or {}, economy),
+            ledger=ledger_sentence(report.get("ledger") or {}),
+            economy=economy,
             is_graded=run.metric == "pass_at_1",
             samples=report.get("samples") or [],
-            samples_text=_samples_text(run),
             fleet=report.get("fleet") or {},
             chosen=[(x, plain(run.config.get(x, "")), why) for x, why in run.chosen.items()],
             changes=[x.replace("->", "→").split(": ", 1) for x in report.get("config_changes", [])],
@@ -121,8 +121,8 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
     return tiles
 
 
-def ledger_sentence(ledger: Facts, economy: Facts) -> str:
-    """Return where every sampled response went, and how much of them was trained on."""
+def ledger_sentence(ledger: Facts) -> str:
+    """Return where every sampled response went, and how many were trained on."""
     generated = ledger.get("generated")
     if not generated:
         return ""
@@ -143,31 +143,4 @@ def ledger_sentence(ledger: Facts, economy: Facts) -> str:
     if ledger.get("used") and ledger.get("trained_unique"):
         times = ledger["used"] / ledger["trained_unique"]
         text += f" {ledger['trained_unique']:,} were trained on, {times:.1f} times each on average."
-    names = ("trained_share", "length_rank", "effective_m")
-    if all(economy.get(name) is not None for name in names):
-        text += (
-            f" The trainer used {percent(economy['trained_share'])} of the groups while they were "
-            f"new; the mean length rank of the trained responses is {economy['length_rank']:.2f} "
-            f"(0.5 is unbiased), and {percent(economy['effective_m'])} of the batch slots used the "
-            "newest data."
-        )
     return text
-
-
-def _samples_text(run: Run) -> str:
-    """Return the sentence above the responses before and after training."""
-    samples = run.report.get("samples") or []
-    text = f"The same {held_out(len(samples))}, {run.decoding}"
-    if len(samples) > 1 and len({sample.get("prompt") for sample in samples}) == 1:
-        text = f"{len(samples)} responses to the one held-out problem"
-    before, after = (
-        [r for sample in samples if (r := sample.get(f"{when}_reward")) is not None]
-        for when in ("before", "after")
-    )
-    if run.metric == "pass_at_1":
-        right = [sum(r >= 1 for r in rewards) for rewards in (before, after)]
-        return f"{text}: {right[0]} right before training, {right[1]} after."
-    if before and after:
-        mean = [sum(rewards) / len(rewards) for rewards in (before, after)]
-        return f"{text}: mean reward {mean[0]:.2f} before training, {mean[1]:.2f} after."
-    return f"{text}."

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 _COMMAND = (sys.executable, "-m", "tba_jax.report")
-_PERIOD_S = 300.0  # least time between two rewrites
-_REST = 50.0  # pause after a rewrite, in multiples of its duration: at most 2 % of a core
+_PERIOD_S = 300.0  # between two rewrites
 
 
 class ReportProcess:
@@ -18,21 +17,16 @@ class ReportProcess:
 
     def __init__(self, workdir: Path, clock: Callable[[], float] = time.monotonic) -> None:
         self._workdir, self._clock = workdir, clock
-        self._began_s = clock()
-        self._next_s = self._began_s + _PERIOD_S
+        self._next_s = clock() + _PERIOD_S
         self._process: subprocess.Popen[bytes] | None = None
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Start a rewrite of report.html if one is due; called after a line of metrics."""
         del step, values
-        now = self._clock()
-        if self._process is not None:
-            if self._process.poll() is None:
-                return
-            self._process = None
-            self._next_s = self._began_s + max(_PERIOD_S, _REST * (now - self._began_s))
-        if now >= self._next_s:
-            self._began_s = now
+        if self._process is not None and self._process.poll() is None:
+            self._next_s = self._clock() + _PERIOD_S
+        elif self._clock() >= self._next_s:
+            self._next_s = self._clock() + _PERIOD_S
             self._process = subprocess.Popen(
                 [*_COMMAND, str(self._workdir), "--with_parent"],
                 stdin=subprocess.DEVNULL,

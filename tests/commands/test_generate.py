@@ -40,7 +40,7 @@ def test_a_bad_model_path_is_one_line_and_exit_code_2(capsys, tmp_path):
     assert captured.err.count("\n") == 1
 
 
-def test_stop_strings_and_ids_end_a_response(capsys):
+def test_stop_strings_end_a_response(capsys):
     def texts(*flags):
         argv = ["--prompt=7+5-3", "--max_new_tokens=16", "--num_samples=16", "--json", *flags]
         assert generate.main(argv) == 0
@@ -48,7 +48,4 @@ def test_stop_strings_and_ids_end_a_response(capsys):
 
     free = texts()
     cut = ["".join(text.partition("9")[:2]) for text in free]
-    assert texts("--stop_string=9") == cut != free
-    assert texts("--stop_string=x", "--stop_string=9") == cut
-    with pytest.raises(ValueError, match="--stop_string is empty"):
-        generate.main(["--prompt=7", "--stop_string="])
+    assert texts("--stop_string=x", "--stop_string=9") == cut != free

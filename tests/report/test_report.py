@@ -102,7 +102,7 @@ def test_headline_key_figures_and_ledger(full):
         "<pre>3 + 6 = &lt;&lt;3+6=9&gt;&gt;9 eggs\n#### 9</pre></details>" in text
     )
     ledger = {"generated": 100, "stored": 60, "evicted_bytes": 30, "rejected": {"reward_nan": 5}}
-    assert "These numbers are +5 short of what was sampled." in ledger_sentence(ledger, {})
+    assert "These numbers are +5 short of what was sampled." in ledger_sentence(ledger)
 
 
 def test_model_texts_are_escaped_and_control_characters_shown(full):
