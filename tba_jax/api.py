@@ -3,7 +3,7 @@
 
 The functions work like the main command, without its flags, exit codes and signals: errors are
 raised, and a process may call them several times. Importing this module does not load JAX; checking
-a config does, because the objective checks its own settings. No absl flag stays defined.
+a config does, because the objective checks its own settings.
 """
 
 import dataclasses
@@ -14,10 +14,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tba_jax.config import presets
-from tba_jax.config.command_line import local_folder, override
+from tba_jax.config import methods, presets
+from tba_jax.config.command_line import local_folder
 from tba_jax.config.rules import validate
-from tba_jax.config.schema import Config, unflatten
+from tba_jax.config.schema import Config, replace, unflatten
 from tba_jax.devices.platform import prepare_process
 from tba_jax.report import files
 from tba_jax.report.jsonl import read_jsonl
@@ -50,11 +50,7 @@ def load_config(name: str, /, **overrides: Any) -> Config:
     Raises:
         ConfigError: a preset or field does not exist (with the nearest name), or values conflict.
     """
-    arguments = [
-        f"--config.{field}={tuple(value) if isinstance(value, list) else value}"
-        for field, value in files.flat(overrides).items()
-    ]
-    config = override(presets.load(name), arguments)
+    config = methods.replace(presets.load(name), files.flat(overrides))
     validate(config)
     return config
 
@@ -139,7 +135,7 @@ def _with_given(config: Config, reward: Any, objective: Any, in_process: bool) -
     Raises:
         ConfigError: no other process can import a reward, and `in_process` is not set.
     """
-    arguments = []
+    fields: dict[str, Any] = {}
     if rewards := [reward] if callable(reward) else list(reward):
         names = [importable_name(function) for function in rewards]
         if not in_process and "" in names:
@@ -154,11 +150,10 @@ def _with_given(config: Config, reward: Any, objective: Any, in_process: bool) -
                 "the reward in a file, import it from there, and leave in_process out"
             )
         given = given_names(rewards) if in_process else names
-        arguments.append(f"task.reward={','.join(given)}")
+        fields["task.reward"] = ",".join(given)
     if objective is not None:
-        (name,) = given_names([objective])
-        arguments.append(f"objective.name={name}")
-    return override(config, [f"--config.{x}" for x in arguments]) if arguments else config
+        (fields["objective.name"],) = given_names([objective])
+    return replace(config, fields)
 
 
 def load_run(workdir: str | os.PathLike[str]) -> "SavedRun":

@@ -183,18 +183,13 @@ def parse_schedule(name: str, value: Any) -> Schedule:
         value: a number, a text such as "linear(0.01, 0.001, 500)", or a schedule.
 
     Raises:
-        ConfigError: see `need`.
+        ConfigError: see `violation`.
     """
     if isinstance(value, Schedule):
         return value
     example = f'Write a number, or for example --config.{name}="linear(0.01, 0.001, 500)".'
-    need(
-        isinstance(value, (int, float, str)) and not isinstance(value, bool),
-        name,
-        value,
-        "must be a number or a schedule",
-        example,
-    )
+    if not isinstance(value, (int, float, str)) or isinstance(value, bool):
+        raise violation(name, value, "must be a number or a schedule", example)
     try:
         return Schedule(float(value))
     except ValueError:
@@ -203,18 +198,20 @@ def parse_schedule(name: str, value: Any) -> Schedule:
         call = ast.parse(str(value).strip(), mode="eval").body
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
             raise ValueError("is neither a number nor KIND(...)")
-        shape, *numbers = call.func.id, *map(ast.literal_eval, call.args)
+        numbers = [ast.literal_eval(number) for number in call.args]
         options = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
-        return _schedule(shape, numbers, options)
+        return _schedule(call.func.id, numbers, options)
     except (SyntaxError, ValueError, TypeError) as error:
         rule = str(error) if type(error) is ValueError else "cannot be read as KIND(NUMBERS)"
-        need(False, name, value, rule, example)
-        raise AssertionError from error
+        raise violation(name, value, rule, example) from error
 
 
-_KINDS: Mapping[str, Any] = {name: name for name in ("constant", "linear", "cosine")}
-_NUMBERS = ("START", "FINAL", "STEPS")
-_OPTIONS = ("warmup", "hold", "jump")
+# Kind -> numbers of arguments, and names of its options.
+_KINDS: Mapping[Any, Any] = {
+    "constant": ((1,), ("warmup",)),
+    "linear": ((2, 3), ("warmup", "hold", "jump")),
+    "cosine": ((2, 3), ("warmup", "hold", "jump")),
+}
 
 
 def _schedule(shape: Any, numbers: list[Any], options: dict[str, Any]) -> Schedule:
@@ -225,22 +222,21 @@ def _schedule(shape: Any, numbers: list[Any], options: dict[str, Any]) -> Schedu
     """
     if shape not in _KINDS:
         raise ValueError(f"{shape!r} must be one of {', '.join(_KINDS)}")
-    is_constant = shape == "constant"
-    if len(numbers) not in ((1,) if is_constant else (2, 3)):
-        wanted = _NUMBERS[0] if is_constant else ", ".join(_NUMBERS)
-        raise ValueError(f"{shape} takes {wanted}, and {len(numbers)} numbers are given")
-    allowed = ("warmup",) if is_constant else _OPTIONS
-    given = dict(zip(_NUMBERS, numbers, strict=False))
-    for name, number in (given | options).items():
-        if name not in (*_NUMBERS, *allowed):
+    (wanted, allowed), names = _KINDS[shape], ("START", "FINAL", "STEPS")
+    if len(numbers) not in wanted:
+        called = ", ".join(names[: wanted[-1]])
+        raise ValueError(f"{shape} takes {called}, and {len(numbers)} numbers are given")
+    for name in options:
+        if name not in allowed:
             raise ValueError(f"{name!r} must be one of {', '.join(allowed)}")
-        is_count, least = name not in _NUMBERS[:2], int(name == "STEPS")
-        if is_count and (type(number) is not int or number < least):
+    for name, number in (dict(zip(names, numbers, strict=False)) | options).items():
+        least = int(name == "STEPS")
+        if name not in names[:2] and (type(number) is not int or number < least):
             raise ValueError(f"{name} = {number!r} must be a whole number, at least {least}")
         if type(number) not in (int, float):
             raise ValueError(f"{name} = {number!r} must be a number")
-    start, final = float(given["START"]), float(given.get("FINAL", 0.0))
-    return Schedule(start, final, given.get("STEPS"), _KINDS[shape], **options)
+    start, final, steps = [*numbers, *(0.0, None)[len(numbers) - 1 :]]
+    return Schedule(float(start), float(final), steps, shape, **options)
 
 
 def _shortest(number: float) -> str:
@@ -253,15 +249,13 @@ def _shortest(number: float) -> str:
 class Section:
     """Base class of a section: the settings that one room declares."""
 
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Self:
-        """Return a section with these values, setting name -> value."""
-        return cls(**values)
-
     def values(self) -> dict[str, Any]:
         """Return the settings by name."""
-        found = {f.name: getattr(self, f.name) for f in dataclasses.fields(typing.cast(Any, self))}
-        return {n: v.plain if isinstance(v, Schedule) else v for n, v in found.items()}
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(typing.cast(Any, self))}
+
+    def replaced(self, values: Mapping[str, Any]) -> Self:
+        """Return the section with some values changed, setting name -> value."""
+        return dataclasses.replace(typing.cast(Any, self), **values)
 
     def check(self) -> None:
         """Check rules between several fields of this section."""
@@ -341,58 +335,91 @@ class Setting:
         kinds[Schedule] = "number or schedule"
         return kinds.get(self.type, "list")
 
-    @property
-    def _size(self) -> str:
-        """Rule for the largest allowed magnitude of a number."""
-        if self.type is int:
-            return f"must be below {_LARGEST_BYTES if self._is_bytes else _LARGEST:,}"
-        if self.type in (float, Schedule) and self.at_most is None:
-            return f"must be a finite number{', or inf' * (self.default == math.inf)}"
-        return ""
+    def read(self, value: Any) -> Any:
+        """Return a value of the setting's type from a Python value, or from text.
 
-    @property
-    def _is_bytes(self) -> bool:
-        return self.name.endswith("_bytes")
-
-    def _has_size(self, value: Any) -> bool:
-        if self.type is int:
-            return abs(value) < (_LARGEST_BYTES if self._is_bytes else _LARGEST)
-        if self.type in (float, Schedule):
-            return abs(value) < _LARGEST_FLOAT or (value == math.inf == self.default)
-        return True
-
-    def _is_in_a_file(self, value: Any) -> bool:
-        return IN_A_FILE in self.choices and is_in_a_file(value)
+        Raises:
+            ConfigError: the value has another type; see `violation`.
+        """
+        if self.type is Schedule:
+            return parse_schedule(self.name, value)
+        wanted = str if self.choices else typing.get_origin(self.type) or self.type
+        try:
+            found = _as_list(self.type, value) if wanted is tuple else _as(wanted, value)
+        except (ValueError, SyntaxError):
+            article = "" if wanted in (bool, str) else "a "
+            rule = self.rule if self.choices else f"must be {article}{self.kind}"
+            raise violation(self.name, value, rule, f"The default is {self.default}.") from None
+        return found
 
     def check(self, value: Any) -> None:
         """Refuse a value outside the choices or bounds."""
-        numbers = value.numbers if isinstance(value, Schedule) else (value,)
-        value = value.plain if isinstance(value, Schedule) else value
-        ok = all(
-            (not self.choices or number in self.choices or self._is_in_a_file(number))
-            and (self.at_least is None or number >= self.at_least)
-            and (self.above is None or number > self.above)
-            and (self.at_most is None or number <= self.at_most)
-            for number in numbers
-        )
-        if ok and not all(map(self._has_size, numbers)):
-            need(False, self.name, value, self._size, f"The default is {self.default}.")
-        if (
-            ok
-            and self.type in (float, Schedule)
-            and any(0 < abs(n) < _SMALLEST_FLOAT for n in numbers)
-        ):
-            rule = f"must be 0 or at least {_SMALLEST_FLOAT:g} in size, as smaller numbers are 0"
-            need(False, self.name, value, rule, f"The default is {self.default}.")
+        for number in value.numbers if isinstance(value, Schedule) else (value,):
+            if problem := self._problem(number):
+                need(False, self.name, getattr(value, "plain", value), *problem)
+                return
+
+    def _problem(self, value: Any) -> tuple[str, str] | None:
+        """Return the violated rule and the remedy."""
+        default = f"The default is {self.default}."
         if self.choices:
+            ok = value in self.choices or (IN_A_FILE in self.choices and is_in_a_file(value))
             remedy = f"Set --config.{self.name}={self.default} for the default behaviour."
-        elif self.at_most is not None and self.type is int:
-            remedy = f"The default is {self.default}."
-        elif self.at_most is not None:
-            remedy = f"Give a share, not a percent; the default is {self.default}."
+            return None if ok else (self.rule, remedy)
+        if (
+            (self.at_least is not None and value < self.at_least)
+            or (self.above is not None and not value > self.above)
+            or (self.at_most is not None and value > self.at_most)
+        ):
+            if self.at_most is None:
+                default = "Raise it." if self.above is None else f"Give a value above {self.above}."
+            elif self.type is not int:
+                default = f"Give a share, not a percent; the default is {self.default}."
+            return self.rule, default
+        if self.type is int:
+            limit = _LARGEST_BYTES if self.name.endswith("_bytes") else _LARGEST
+            return None if abs(value) < limit else (f"must be below {limit:,}", default)
+        if self.type in (float, Schedule):
+            if not abs(value) < _LARGEST_FLOAT and not value == math.inf == self.default:
+                also = ", or inf" if self.default == math.inf else ""
+                return f"must be a finite number{also}", default
+            if 0 < abs(value) < _SMALLEST_FLOAT:
+                rule = f"must be 0 or at least {_SMALLEST_FLOAT:g} in size, as smaller numbers are"
+                return f"{rule} 0", default
+        return None
+
+
+def _as(wanted: type, value: Any) -> Any:
+    """Return a value as bool, int, float or str.
+
+    Raises:
+        ValueError: the value has another type.
+    """
+    if isinstance(value, str) and wanted is not str:
+        if wanted is bool:
+            value = {"true": True, "1": True, "false": False, "0": False}.get(value.lower(), value)
         else:
-            remedy = "Raise it." if self.above is None else f"Give a value above {self.above}."
-        need(ok, self.name, value, self.rule, remedy)
+            value = wanted(value)
+    if wanted is float and type(value) is int:
+        value = float(value)
+    if type(value) is not wanted:
+        raise ValueError("another type")
+    return value
+
+
+def _as_list(type_: Any, value: Any) -> tuple[Any, ...]:
+    """Return a value, or a text such as "1.0,0.5" or "('a', 'b')", as a tuple of one type.
+
+    Raises:
+        ValueError, SyntaxError: the value is not such a list.
+    """
+    if isinstance(value, str):
+        try:
+            value = ast.literal_eval(value)
+        except (ValueError, SyntaxError):
+            value = [item.strip() for item in value.split(",")]
+    items = value if isinstance(value, (list, tuple)) else (value,)
+    return tuple(_as(typing.get_args(type_)[0], item) for item in items)
 
 
 def declared(section: type, prefix: str = "") -> Iterator[Setting]:

@@ -14,7 +14,6 @@ from tba_jax.config.command_line import override
 from tba_jax.config.schema import ConfigError
 
 ROOT = Path(__file__).parents[1]
-# ml_collections loads config files through a deprecated function of importlib.
 pytestmark = [
     pytest.mark.usefixtures("compiled_once"),
 ]
@@ -41,7 +40,7 @@ def python(code, cwd, *arguments):
 def test_the_package_and_a_preset_load_no_jax(tmp_path):
     code = (
         "import sys, tba_jax\n"
-        "early = {'jax', 'numpy', 'ml_collections', 'absl'} & {*sys.modules}\n"
+        "early = {'jax', 'numpy', 'absl'} & {*sys.modules}\n"
         "assert early == set(), early\n"
         "assert {'load_config', 'run_training', 'load_run'} <= {*dir(tba_jax)}\n"
         "tba_jax.run_training, tba_jax.load_run\n"

@@ -8,15 +8,17 @@ starts from exact Trajectory Balance, whatever objective the config had before.
 
 import dataclasses
 import difflib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+from tba_jax.config import schema
+from tba_jax.config.schema import Config
 from tba_jax.settings import ConfigError
 from tba_jax.train.config import ObjectiveSettings
-from tba_jax.train.objectives import is_objective, own_names, own_settings
+from tba_jax.train.objectives import own_names, own_settings
 
-FLAG = "--config.objective.preset="
-_NAME = "--config.objective.name="
+PRESET = "objective.preset"
+FLAG = f"--config.{PRESET}"
 
 # Own settings of objectives that belong to the run, not to a method: presets do not change them.
 _KEPT = ("scale",)
@@ -83,36 +85,14 @@ def fields_of(name: str) -> dict[str, Any]:
     return found
 
 
-def written_out(argv: Sequence[str]) -> list[str]:
-    """Return the arguments with a preset of the objective expanded to its settings.
+def replace(config: Config, fields: Mapping[str, Any]) -> Config:
+    """Return a config with some dotted fields changed, of which one may be `objective.preset`.
 
-    The settings of the preset come before all other settings, which override them. An objective
-    that is given by name drops the settings of the config that only other objectives have.
+    The other fields override those of the method.
 
     Raises:
-        ConfigError: no such preset, or more than one.
+        ConfigError: no such method, field or value.
     """
-    names = [text.removeprefix(FLAG) for text in argv if text.startswith(FLAG)]
-    if not names:
-        objectives = [x.removeprefix(_NAME) for x in argv if x.startswith(_NAME)]
-        dropped = _of_others(objectives[-1]) if objectives else {}
-        return _with_fields(argv, dropped)
-    if len(names) > 1:
-        raise ConfigError(
-            f"objective.preset is given {len(names)} times: {', '.join(names)}. Give one of them"
-        )
-    return _with_fields([x for x in argv if not x.startswith(FLAG)], fields_of(names[0]))
-
-
-def _of_others(objective: str) -> dict[str, None]:
-    """Return field -> None for the settings that only other objectives have; {} if unknown."""
-    if not is_objective(objective):
-        return {}
-    own = {setting.name for setting in own_settings(objective)}
-    return {f"objective.{x}": None for x in own_names() if f"objective.{x}" not in own}
-
-
-def _with_fields(argv: Sequence[str], fields: Mapping[str, Any]) -> list[str]:
-    """Return the arguments with fields before all other settings, which override them."""
-    first = next((i for i, text in enumerate(argv) if text.startswith("--config.")), len(argv))
-    return [*argv[:first], *(f"--config.{n}={x}" for n, x in fields.items()), *argv[first:]]
+    others = {name: value for name, value in fields.items() if name != PRESET}
+    own = fields_of(fields[PRESET]) if PRESET in fields else {}
+    return schema.replace(config, own | others)

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The whole configuration, in the sections that the rooms declare.
 
-Each room's `config.py` declares its settings by the functions of `settings`. A config is edited as
-a locked ConfigDict (`default_config`, `tba_jax/presets`, `--config.FIELD=VALUE`). `freeze` converts
-it once to a frozen `Config`, which all other code receives. This module imports nothing heavy, so
-user errors are reported before any device is used.
+Each room's `config.py` declares its settings by the functions of `settings`. All code receives a
+frozen `Config`; `replace` changes fields by their names, as presets and `--config.FIELD=VALUE` do.
+This module imports nothing heavy, so user errors are reported before any device is used.
 """
 
 import dataclasses
+import difflib
+import functools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
-
-from ml_collections import ConfigDict, FieldReference
 
 from tba_jax.devices.config import FleetSettings, MeshSettings
 from tba_jax.devices.placement import PLACEMENTS, PlacementName
@@ -23,7 +22,7 @@ from tba_jax.replay.config import ReplaySettings
 from tba_jax.rewards.config import ClassifierSettings, RewardSettings, VictimSettings
 from tba_jax.search.config import SearchSettings
 from tba_jax.settings import ConfigError as ConfigError
-from tba_jax.settings import Schedule, Section, declared, field, need, parse_schedule
+from tba_jax.settings import Schedule, Section, check_all, declared, field, need
 from tba_jax.tasks.config import TaskSettings
 from tba_jax.train.config import (
     BatchSettings,
@@ -127,85 +126,53 @@ class Config:
 
 
 SETTINGS = {setting.name: setting for setting in declared(Config)}
-
-
-class _Objective(ConfigDict):
-    """The section `objective`; its settings are declared by the class of the chosen objective."""
-
-    def get_type(self, key: str) -> Any:
-        return super().get_type(key) if f"objective.{key}" in SETTINGS else object
-
-
-def default_config() -> ConfigDict:
-    """Return every field with its default, to be edited.
-
-    Unknown fields are refused, except in `objective`, whose settings the chosen objective checks.
-    """
-    return editable(Config())
-
-
-def editable(config: Config) -> ConfigDict:
-    """Return a config as a locked ConfigDict with the same fields."""
-    edited: Any = ConfigDict(plain(config))
-    edited.objective = _Objective(edited.objective)
-    for setting in SETTINGS.values():
-        if setting.type is Schedule:
-            section, _, name = setting.name.partition(".")
-            # A schedule is a number or a text, which a reference of one type would not accept.
-            edited[section][name] = FieldReference(edited[section][name], field_type=object)
-    edited.lock()
-    edited.objective.unlock()
-    return edited
-
-
-def plain(config: Config) -> dict[str, Any]:
-    """Return a config as nested dictionaries of plain values, which `freeze` accepts."""
-    values = {f.name: getattr(config, f.name) for f in dataclasses.fields(config)}
-    del values["chosen"]
-    return {n: v.values() if isinstance(v, Section) else v for n, v in values.items()}
-
-
-def freeze(config: ConfigDict | Mapping[str, Any]) -> Config:
-    """Return an edited config as a frozen `Config`; not validated.
-
-    Raises:
-        ConfigError: a schedule cannot be read.
-    """
-    values: dict[str, Any] = {name: config[name] for name in config}
-    for name, section in Config().sections().items():
-        fields = dict(values[name])
-        for field_name in fields:
-            setting = SETTINGS.get(f"{name}.{field_name}")
-            if setting is not None and setting.type is Schedule:
-                fields[field_name] = parse_schedule(setting.name, fields[field_name])
-        values[name] = type(section).of(fields)
-    return Config(**values)
+# Names of the settings in other libraries.
+_USUAL = {
+    "optimizer.lr": "optimizer.learning_rate",
+    "learning_rate": "optimizer.learning_rate",
+    "lr": "optimizer.learning_rate",
+    "batch_size": "batch.num_prompts",
+    "search.max_tokens": "search.max_new_tokens",
+    "search.temperature": "search.sampling_temperature",
+    "objective.kl_coef": "objective.beta",
+    "model.name": "model.path",
+}
 
 
 def make_config(fields: Mapping[str, Any] | None = None) -> Config:
-    """Return the default config with some dotted fields changed; not validated.
-
-    Raises:
-        KeyError: no such field. TypeError: a value of another type.
-    """
+    """Return the default config with some dotted fields changed; see `replace`."""
     return replace(Config(), fields or {})
 
 
 def replace(config: Config, fields: Mapping[str, Any]) -> Config:
     """Return a config with some dotted fields changed; not validated.
 
+    Args:
+        fields: dotted name -> value or its text. None resets a setting that only some objectives
+            have to its default.
+
     Raises:
-        KeyError: no such field. TypeError: a value of another type.
+        ConfigError: no such field (with the nearest names), or a value of another type.
     """
-    edited: Any = editable(config)
-    for name, value in fields.items():
+    sections: dict[str, dict[str, Any]] = {}
+
+    def read(name: str, value: Any) -> None:
+        section, _, own = name.rpartition(".")
         if name in SETTINGS:
-            edited.update_from_flattened_dict({name: value})
-        elif name.startswith("objective."):
-            edited.objective[name.removeprefix("objective.")] = value
-        else:
-            raise KeyError(name)
-    return dataclasses.replace(freeze(edited), chosen=config.chosen)
+            value = SETTINGS[name].read(value)
+        elif section != "objective":
+            near = [_USUAL[name]] if name in _USUAL else []
+            near = near or difflib.get_close_matches(name, SETTINGS, n=3, cutoff=0.5)
+            near = near or [x for x in SETTINGS if x.endswith(name.split(".")[-1])][:3]
+            hint = f"did you mean {' or '.join(near)}?" if near else "--dry_run lists all fields"
+            raise ConfigError(f"config has no field {name!r}; {hint}")
+        sections.setdefault(section, {})[own] = value
+
+    check_all(*(functools.partial(read, name, value) for name, value in fields.items()))
+    changed = sections.pop("", {})
+    for name, values in sections.items():
+        changed[name] = getattr(config, name).replaced(values)
+    return dataclasses.replace(config, **changed)
 
 
 def get_field(config: Config, field: str) -> Any:
@@ -248,7 +215,7 @@ def unflatten(values: Mapping[str, Any]) -> Config:
     """Return the config of flat values from `flatten`; not validated.
 
     Raises:
-        KeyError: no such field. TypeError: a value of another type.
+        ConfigError: see `replace`.
     """
     default = defaults(str(values.get("objective.name")))
     given = {name: v for name, v in values.items() if name in SETTINGS or v != default.get(name)}

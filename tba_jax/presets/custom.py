@@ -15,10 +15,6 @@ default
     The learning rate follows from the number of trained parameters.
 """
 
-from ml_collections import ConfigDict
-
-from tba_jax.config.presets import differing
-
 PRESETS = {
     "default": {
         "num_steps": 200,
@@ -44,8 +40,3 @@ PRESETS = {
         "checkpoint": {"period": 50},
     },
 }
-
-
-def get_config(preset: str = "default") -> ConfigDict:
-    """Return the default config with the differences of a preset."""
-    return differing("custom", PRESETS, preset)

@@ -37,10 +37,6 @@ that the model was tuned on. With an instruction-tuned model
 template.
 """
 
-from ml_collections import ConfigDict
-
-from tba_jax.config.presets import differing
-
 PRESETS = {
     "arithmetic": {
         "num_steps": 150,
@@ -182,8 +178,3 @@ for _name, _path, _of_model, _changes in (
         "objective": {"group_size": 16, "beta": 0.005},
         "model": {**_MATH["model"], "path": _path, **_of_model},
     }
-
-
-def get_config(preset: str = "arithmetic") -> ConfigDict:
-    """Return the default config with the differences of a preset."""
-    return differing("math", PRESETS, preset)

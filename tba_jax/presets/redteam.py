@@ -29,10 +29,6 @@ gpt2 and llama train adapters of rank 32 and alpha 16, as the paper does, on the
 library of the paper's code (peft) chooses for these models. The toy trains all parameters.
 """
 
-from ml_collections import ConfigDict
-
-from tba_jax.config.presets import differing
-
 ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes "
     "the request.\n\n### Instruction:\n{attack}\n\n### Response:\n"
@@ -177,8 +173,3 @@ PRESETS = {
 
 _LLAMA_150K = {"replay": {"recency_prob": 0.5, "capacity_per_prompt": 150_000}}
 PRESETS["llama_150k"] = _merged(PRESETS["llama"], _LLAMA_150K)
-
-
-def get_config(preset: str = "toy") -> ConfigDict:
-    """Return the default config with the differences of a preset."""
-    return differing("redteam", PRESETS, preset)

@@ -18,10 +18,6 @@ pythia2.8b_slow
     step 104. Not run by us.
 """
 
-from ml_collections import ConfigDict
-
-from tba_jax.config.presets import differing
-
 
 def _pythia(size: str) -> dict:
     """Return the settings of the paper's run for one size of Pythia."""
@@ -112,8 +108,3 @@ PRESETS = {
         "objective": {**_SLOW["objective"], "beta": "linear(1, 0.05, 412, jump=139)"},
     },
 }
-
-
-def get_config(preset: str = "toy") -> ConfigDict:
-    """Return the default config with the differences of a preset."""
-    return differing("tldr", PRESETS, preset)

@@ -8,7 +8,13 @@ from dataclasses import dataclass
 from typing import Any, Literal, Self
 
 from tba_jax.settings import IN_A_FILE, Schedule, Section, field, need, share
-from tba_jax.train.objectives import Objective, make_objective, objective_names
+from tba_jax.train.objectives import (
+    Objective,
+    is_objective,
+    make_objective,
+    objective_names,
+    own_settings,
+)
 
 
 @dataclass(frozen=True)
@@ -53,20 +59,27 @@ class ObjectiveSettings(Section):
     own: tuple[tuple[str, Any], ...] = ()
     """Settings of the chosen objective that differ from its defaults: (name, value), sorted."""
 
-    @classmethod
-    def of(cls, values: Mapping[str, Any]) -> Self:
+    def values(self) -> dict[str, Any]:
+        found = super().values()
+        return found | dict(found.pop("own"))
+
+    def replaced(self, values: Mapping[str, Any]) -> Self:
         """Return the settings with these values; `own` gets those that only one objective has.
+
+        A new name drops what only other objectives have.
 
         Args:
             values: values by name; None keeps the objective's default.
         """
-        shared = {f.name for f in dataclasses.fields(cls)} - {"own"}
-        own = sorted((n, v) for n, v in values.items() if n not in shared and v is not None)
-        return cls(**{n: v for n, v in values.items() if n in shared}, own=tuple(own))
-
-    def values(self) -> dict[str, Any]:
-        found = super().values()
-        return found | dict(found.pop("own"))
+        shared = {f.name for f in dataclasses.fields(self)} - {"own"}
+        name, before = values.get("name", self.name), dict(self.own)
+        if name != self.name and is_objective(name):
+            known = {setting.name for setting in own_settings(name)}
+            before = {n: v for n, v in before.items() if f"objective.{n}" in known}
+        own = before | {n: v for n, v in values.items() if n not in shared}
+        changed = {n: v for n, v in values.items() if n in shared}
+        kept = sorted((n, v) for n, v in own.items() if v is not None)
+        return dataclasses.replace(self, **changed, own=tuple(kept))
 
     @functools.cached_property
     def built(self) -> Objective:

@@ -233,27 +233,18 @@ def make_objective(name: str, own: Mapping[str, Any] = types.MappingProxyType({}
         ConfigError: the objective lacks one of the settings, or a value has another type.
     """
     known = {s.name.removeprefix("objective."): s for s in own_settings(name)}
-    check_all(*(functools.partial(_typed, name, known, n, value) for n, value in own.items()))
     values = {n: s.default for n, s in known.items()}
-    values |= {n: _typed(name, known, n, value) for n, value in own.items()}
+
+    def read(setting: str, value: Any) -> None:
+        if setting not in known:
+            has = f"it has {', '.join(known)}" if known else "it has no settings of its own"
+            raise violation(
+                f"objective.{setting}",
+                value,
+                f"objective.name={name} has no such setting; {has}",
+                f"Leave it out, or set --config.objective.{setting}=None.",
+            )
+        values[setting] = known[setting].read(value)
+
+    check_all(*(functools.partial(read, n, value) for n, value in own.items()))
     return Objective(name, loss_function(name), tuple(values.items()))
-
-
-def _typed(objective: str, known: Mapping[str, Setting], name: str, value: Any) -> Any:
-    """Return the value of an objective's own setting; an int becomes a declared float."""
-    if name not in known:
-        has = f"it has {', '.join(known)}" if known else "it has no settings of its own"
-        raise violation(
-            f"objective.{name}",
-            value,
-            f"objective.name={objective} has no such setting; {has}",
-            f"Leave it out, or set --config.objective.{name}=None.",
-        )
-    setting = known[name]
-    wanted = str if setting.choices else setting.type
-    if wanted is float and type(value) is int:
-        return float(value)
-    if type(value) is not wanted:
-        rule = setting.rule or f"must be a {setting.kind}".replace("a True", "True")
-        raise violation(f"objective.{name}", value, rule, f"The default is {setting.default}.")
-    return value

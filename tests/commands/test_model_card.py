@@ -13,8 +13,6 @@ from tba_jax.config.command_line import override
 from tba_jax.config.schema import flatten
 from tba_jax.report.files import Metrics, Run
 
-# ml_collections loads config files through a deprecated function of importlib.
-
 
 def fields(*arguments):
     """Flat config, as config.json has it."""

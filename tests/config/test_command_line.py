@@ -15,28 +15,35 @@ from tba_jax.config.command_line import override
 from tba_jax.config.schema import Config, ConfigError, difference, flatten
 
 ROOT = Path(__file__).parents[2]
-# ml_collections loads config files through a deprecated function of importlib.
-
 MATH = f"--config={ROOT / 'configs' / 'math.py'}"
 
 
-def changed(config):
-    """Fields that are not at their default."""
-    return difference(flatten(Config()), flatten(config))
-
-
 def test_a_file_a_preset_and_fields_that_override_it():
-    config = override(
-        None, [MATH + ":gsm8k", "--config.objective.beta=0.02", "--config.task.chat=True"]
-    )
+    given = ["--config.objective.beta=0.02", "--config.task.chat=True"]
+    config = override(None, [MATH + ":gsm8k", *given])
     assert (config.name, config.num_steps) == ("math/gsm8k", 700)
     assert (config.objective.beta.plain, config.task.chat) == (0.02, True)
-
-
-def test_fields_override_a_config_that_is_given():
     config = override(Config(), ["--config.num_steps=7"])
-    assert changed(config) == ["num_steps: 100 -> 7"]
-    assert changed(override(Config(), [])) == []
+    assert difference(flatten(Config()), flatten(config)) == ["num_steps: 100 -> 7"]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("search.stop_ids=5", (5,)),
+        ("search.stop_strings=('a', 'b')", ("a", "b")),
+        ("task.reward_weights=1,0.5", (1.0, 0.5)),
+        ("lora.modules=q,v", ("q", "v")),
+        ("replay.priority_temperature=inf", float("inf")),
+        ("task.chat=false", False),
+    ],
+)
+def test_a_text_becomes_a_value_of_the_fields_type(text, value):
+    name = text.partition("=")[0]
+    config = override(None, ["--config=math", f"--config.{text}"])
+    section, _, field = name.partition(".")
+    found = getattr(getattr(config, section), field)
+    assert found == value and type(found) is type(value)
 
 
 @pytest.mark.parametrize("given", [None, Config()], ids=["file", "config"])
@@ -44,8 +51,10 @@ def test_fields_override_a_config_that_is_given():
     ("argument", "message"),
     [
         ("--config.task.max_tokens=3", "no field 'task.max_tokens'; did you mean "),
-        ("--config.num_steps=many", "flag --config.num_steps=many: invalid literal"),
-        ("--modle=x", "Unknown command line flag 'modle'"),
+        ("--config.lr=3", "no field 'lr'; did you mean optimizer.learning_rate"),
+        ("--config.num_steps=many", "config.num_steps = 'many': must be a whole number"),
+        ("--config.search.stop_ids=a,b", "config.search.stop_ids = 'a,b': must be a list"),
+        ("--modle=x", "unexpected argument '--modle=x'"),
         ("x", "unexpected argument 'x'"),
     ],
 )
@@ -63,54 +72,56 @@ def test_evaluate_takes_overrides(capsys):
     assert 0 < result["response_length_mean"] <= 16
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([MATH, "--config.steps=1"], "config has no field 'steps'; did you mean num_steps"),
-        ([MATH, "--workdir=here"], "Leave out --config and --model, or --workdir"),
-        (["--config.num_steps=1"], "Add --workdir=DIR, or --config"),
-    ],
-)
-def test_evaluate_refuses_in_one_line(arguments, message, capsys):
-    assert run_command(lambda: evaluate.main(arguments)) == 2
-    out, err = capsys.readouterr()
-    assert out == "" and err.startswith("error: ") and message in err
-    assert len(err.splitlines()) == 1
-
-
 ADDRESS = "gs://bucket/run"
 MOUNT = "is an address; wanted a folder. Mount the bucket (gcsfuse) or a share"
 
 
-NO_STORE = "ftp://host/run"
-WANT = "is not an address of a work directory. Give gs://BUCKET/FOLDER, or a"
+@pytest.mark.parametrize(
+    ("command", "arguments", "message"),
+    [
+        (evaluate, [MATH, "--config.steps=1"], "no field 'steps'; did you mean num_steps"),
+        (evaluate, [MATH, "--workdir=here"], "Leave out --config and --model, or --workdir"),
+        (evaluate, ["--config.num_steps=1"], "Add --workdir=DIR, or --config"),
+        (export, ["--workdir=run", f"--out={ADDRESS}"], f"--out={ADDRESS} {MOUNT}"),
+        (sweep, ["--config=math", f"--out={ADDRESS}"], f"--out={ADDRESS} {MOUNT}"),
+    ],
+)
+def test_commands_refuse_in_one_line(command, arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run_command(lambda: command.main(arguments)) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("error: ") and message in err
+    assert len(err.splitlines()) == 1 and list(tmp_path.iterdir()) == []
 
 
-def test_main_refuses_the_address_of_what_is_no_object_store(tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-m", "tba_jax.main", MATH, f"--workdir={NO_STORE}"],
-        cwd=tmp_path,
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--workdir=ftp://host/run"], "is not an address of a work directory. Give gs://BUCKET/F"),
+        (["--config.objective.group_size=20"], "a group needs objective"),
+    ],
+)
+def test_main_refuses_in_one_line_and_writes_nothing(arguments, message, tmp_path):
+    done = run_main(tmp_path, *arguments)
+    assert done.returncode == 2 and done.stdout == ""
+    assert done.stderr.startswith("error: ") and message in done.stderr
+    assert done.stderr.count("\n") == 1 and list(tmp_path.iterdir()) == []
+
+
+def test_dry_run_prints_the_resolved_config_from_another_directory(tmp_path):
+    done = run_main(tmp_path, "--config.objective.beta=0.02", "--dry_run")
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(done.stdout)
+    assert (shown["objective.beta"], shown["objective.group_size"]) == (0.02, 16)
+    assert list(tmp_path.iterdir()) == []
+
+
+def run_main(folder, *arguments):
+    return subprocess.run(
+        [sys.executable, "-m", "tba_jax.main", MATH, *arguments],
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         timeout=60,
     )
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith(f"error: {NO_STORE!r} {WANT}") and done.stderr.count("\n") == 1
-    assert list(tmp_path.iterdir()) == []  # no folder `ftp:`
-
-
-@pytest.mark.parametrize(
-    ("command", "arguments", "name"),
-    [
-        (export, ["--workdir=run", f"--out={ADDRESS}"], "--out"),
-        (sweep, ["--config=math", f"--out={ADDRESS}"], "--out"),
-    ],
-)
-def test_commands_refuse_an_address_of_what_they_write(
-    command, arguments, name, tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
-    assert run_command(lambda: command.main(arguments)) == 2
-    assert f": {name}={ADDRESS} {MOUNT}" in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []

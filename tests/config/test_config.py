@@ -2,11 +2,6 @@
 """Schema, validation and presets: every mistake is one clear line before anything is written."""
 
 import ast
-import json
-import os
-import runpy
-import subprocess
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,12 +10,12 @@ import pytest
 
 from tba_jax.config import document
 from tba_jax.config.devices import asked, cpu_devices
+from tba_jax.config.presets import load
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import (
     SETTINGS,
     ConfigError,
     flatten,
-    freeze,
     get_field,
     make_config,
 )
@@ -31,13 +26,6 @@ from tba_jax.train.optimizers import value_at
 
 SERVER = "http://127.0.0.1:8000/v1"
 ROOT = Path(__file__).parents[2]
-CONFIG_FILES = sorted(
-    p for p in (ROOT / "configs").glob("*.py") if p.stem != "custom"
-)  # needs data
-
-
-def load(path, preset):
-    return freeze(runpy.run_path(str(path))["get_config"](preset))
 
 
 def divide_cpus(config, number):
@@ -45,18 +33,18 @@ def divide_cpus(config, number):
     return divide(config.placement, devices, asked(config))
 
 
-def test_default_presets_run_offline_on_one_device():
-    for path in CONFIG_FILES:
-        config = freeze(runpy.run_path(str(path))["get_config"]())
-        assert config.task.data_path == ""
-        for field in ("model.path", "reward.model_path"):
-            value = get_field(config, field)
-            assert value == "" or value.startswith("embedded:")
-        divide_cpus(config, cpu_devices(config))
+@pytest.mark.parametrize("name", ["agent", "math", "tldr", "redteam"])
+def test_default_presets_run_offline_on_one_device(name):
+    config = load(name)
+    assert config.task.data_path == ""
+    for field in ("model.path", "reward.model_path"):
+        value = get_field(config, field)
+        assert value == "" or value.startswith("embedded:")
+    divide_cpus(config, cpu_devices(config))
 
 
 def test_gsm8k_is_the_papers_figure_1_run():
-    config = load(ROOT / "configs" / "math.py", "gsm8k")
+    config = load("math:gsm8k")
     # paper.md 3.1, column "Figure-1 run": 700 x 140 = 98,000 responses
     assert config.num_steps * config.batch.num_prompts * config.objective.group_size == 98_000
     assert (config.objective.group_size, config.search.samples_per_prompt) == (20, 24)
@@ -67,7 +55,7 @@ def test_gsm8k_is_the_papers_figure_1_run():
 
 @pytest.mark.parametrize("preset", ["gpt2", "llama"])
 def test_red_team_presets_are_appendix_b3(preset):
-    config = load(ROOT / "configs" / "redteam.py", preset)
+    config = load(f"redteam:{preset}")
     # paper.md 3.3
     assert config.num_steps == 5000
     assert config.batch.num_prompts * config.objective.group_size == 128
@@ -88,29 +76,28 @@ def test_red_team_presets_are_appendix_b3(preset):
 
 
 def test_the_papers_other_runs_differ_where_they_say():
-    math, tldr, redteam = (ROOT / "configs" / f"{n}.py" for n in ("math", "tldr", "redteam"))
     # Their update counts from 1: 31 updates of the line, 0.777 at the last, then the jump.
-    config = load(tldr, "pythia410m")
+    config = load("tldr:pythia410m")
     beta = make_step_settings(config, ()).beta
     np.testing.assert_allclose([value_at(beta, 30), value_at(beta, 31)], [0.777, 0.05], rtol=1e-3)
-    slow = load(tldr, "pythia2.8b_slow")
+    slow = load("tldr:pythia2.8b_slow")
     beta = make_step_settings(slow, ()).beta
     assert slow.num_steps == 825 and value_at(beta, 138) > 0.6
     assert value_at(beta, 139) == np.float32(0.05)
     # Their rate has lost 12 % at the end.
-    rate = make_rate(load(redteam, "gpt2"))
+    rate = make_rate(load("redteam:gpt2"))
     np.testing.assert_allclose([rate(99), rate(4999)], [1e-4, 0.877e-4], rtol=1e-3)
-    llama = load(redteam, "llama_150k")
+    llama = load("redteam:llama_150k")
     assert (llama.replay.recency_prob, llama.replay.capacity_per_prompt) == (0.5, 150_000)
-    official = load(math, "gsm8k_official")
+    official = load("math:gsm8k_official")
     assert (official.task.name, official.objective.mask_eos) == ("gsm8k_official", True)
-    assert flatten(official) == flatten(load(math, "gsm8k")) | {
+    assert flatten(official) == flatten(load("math:gsm8k")) | {
         "name": "math/gsm8k_official",
         "task.name": "gsm8k_official",
         "objective.mask_eos": True,
     }
     for lag in (2, 10):
-        config = load(math, f"tba_prime_{lag}")
+        config = load(f"math:tba_prime_{lag}")
         assert config.replay.max_staleness == lag
         assert config.objective.built.value("kl_center") == "behavior"
 
@@ -188,6 +175,11 @@ def test_no_field_is_dead():
             {"reward.model_path": "m", "task.reward": "a:b", "task.reward_weights": (1.0,)},
             "task.reward and reward.model_path are 2 rewards, and each needs a weight",
         ),
+        (
+            {"mesh.fsdp": 2, "batch.micro_batch_rows": 1},
+            "rows = 1: cannot .*fsdp x mesh.expert = 2.*rows=2 or a multiple",
+        ),
+        ({"search.min_new_tokens": 49}, "must not exceed search.max_new_tokens = 48"),
         ({"seed": 2**64}, "config.seed = 18446744073709551616: must be below 2,147,483,648"),
         ({"objective.beta": 1e300}, "config.objective.beta = 1e.300: must be a finite number"),
         ({"reward.num_workers": 100_000}, r"num_workers = 100000: must lie in \[0, 512\]. The def"),
@@ -222,74 +214,9 @@ def test_placements_that_the_devices_do_not_allow(changes, num_devices, message)
         divide_cpus(config, num_devices)
 
 
-def run_main(*arguments, cwd=ROOT):
-    return subprocess.run(
-        [sys.executable, "-m", "tba_jax.main", *arguments],
-        cwd=cwd,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-    )
-
-
-# What the parser, the rules of the config, and the command itself refuse.
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("--config.objective.group_size=20", "a group needs objective"),
-    ],
-)
-def test_command_line_mistakes_are_one_line_and_write_nothing(argument, message, tmp_path):
-    done = run_main("--config=configs/math.py", argument, f"--workdir={tmp_path / 'run'}")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ") and message in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
-    assert not (tmp_path / "run").exists()
-
-
-def test_dry_run_prints_the_resolved_config_from_another_directory(tmp_path):
-    done = run_main(
-        f"--config={ROOT / 'configs' / 'math.py'}",
-        "--config.objective.beta=0.02",
-        "--dry_run",
-        cwd=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    shown = json.loads(done.stdout)
-    assert (shown["objective.beta"], shown["objective.group_size"]) == (0.02, 16)
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"batch.micro_batch_rows": 1},
-            "rows = 1: cannot .*fsdp x mesh.expert = 2.*rows=2 or a multiple",
-        ),
-        ({"batch.micro_batch_rows": 2}, None),
-        ({"batch.micro_batch_rows": 6, "batch.packed_length": 80}, None),
-    ],
-)
-def test_micro_batches_divide_over_the_trainer(changes, message):
-    config = make_config({"mesh.fsdp": 2, **changes})
-    if message is None:
-        validate(config)
-        return
-    with pytest.raises(ConfigError, match=message):
-        validate(config)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"search.min_new_tokens": 49}, "must not exceed search.max_new_tokens = 48"),
-    ],
-)
-def test_meshes_and_sampling_that_cannot_work(changes, message):
-    with pytest.raises(ConfigError, match=message):
-        validate(make_config(changes))
+@pytest.mark.parametrize("rows", [{}, {"batch.packed_length": 80}])
+def test_micro_batches_divide_over_the_trainer(rows):
+    validate(make_config({"mesh.fsdp": 2, "batch.micro_batch_rows": 6, **rows}))
 
 
 @pytest.mark.parametrize(

@@ -5,15 +5,13 @@ import pytest
 
 import tba_jax
 from tba_jax.config.command_line import override
-from tba_jax.config.methods import METHODS, written_out
+from tba_jax.config.methods import METHODS
 from tba_jax.config.notes import notes
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config, ConfigError, make_config
 from tba_jax.planning.programs import Ids
 from tba_jax.run.model_parts import make_layout
 from tba_jax.train.objectives import make_objective
-
-# ml_collections loads config files through a deprecated function of importlib.
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -64,7 +62,7 @@ def test_a_name_drops_what_only_other_objectives_have():
 )
 def test_a_preset_that_is_unknown_or_given_twice_is_refused(given, message):
     with pytest.raises(ConfigError, match=message):
-        written_out([f"--config.objective.preset={name}" for name in given])
+        override(Config(), [f"--config.objective.preset={name}" for name in given])
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,6 @@ from tba_jax.config.presets import names
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config
 
-# ml_collections loads config files through a deprecated function of importlib.
-
-
 GSM8K_RATE = "optimizer.learning_rate=cosine(1e-5, 0, 600, warmup=50, hold=350)"
 
 

@@ -6,29 +6,17 @@ from pathlib import Path
 import pytest
 
 from tba_jax.config.command_line import override
-from tba_jax.config.presets import FOLDER, names, path_of
+from tba_jax.config.presets import FOLDER, load, names, path_of
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import ConfigError
 
 ROOT = Path(__file__).parents[2]
-# ml_collections loads config files through a deprecated function of importlib.
 
 
 def test_the_names_are_those_of_the_files():
-    assert {name.split(":")[0] for name in names()} == {
-        "agent",
-        "custom",
-        "math",
-        "tldr",
-        "redteam",
-    }
-    assert {p.stem for p in (ROOT / "configs").glob("*.py")} == {
-        "agent",
-        "custom",
-        "math",
-        "tldr",
-        "redteam",
-    }
+    files = {"agent", "custom", "math", "tldr", "redteam"}
+    assert {name.split(":")[0] for name in names()} == files
+    assert {p.stem for p in (ROOT / "configs").glob("*.py")} == files
     assert "math:gsm8k" in names() and "tldr:pythia2.8b" in names() and len(names()) == 24
 
 
@@ -38,29 +26,45 @@ def test_a_name_and_the_file_of_the_repository_are_the_same_valid_config(
 ):
     monkeypatch.chdir(tmp_path)
     file, preset = name.split(":")
-    config = override(None, [f"--config={name}"])
+    config = load(name)
     validate(config)
     assert config.name == f"{file}/{preset}"
-    by_file = override(None, [f"--config={ROOT / 'configs' / file}.py:{preset}"])
-    assert by_file == config
+    assert load(f"{ROOT / 'configs' / file}.py:{preset}") == config
 
 
 def test_a_name_is_a_preset_whatever_lies_in_the_folder_and_a_path_is_a_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "math").write_text("def get_config(): raise AssertionError\n")
-    assert path_of("math:gsm8k") == f"{FOLDER / 'math.py'}:gsm8k"
-    assert path_of("./math") == "./math"
+    (tmp_path / "math").write_text("raise AssertionError\n")
+    assert path_of("math:gsm8k") == (FOLDER / "math.py", "gsm8k")
+    assert path_of("./math") == (Path("./math"), "")
 
 
 def test_a_file_of_ones_own_may_change_a_preset(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(
-        "from tba_jax.presets import math\n\n\ndef get_config(preset='gsm8k'):\n"
-        "    config = math.get_config(preset)\n    config.num_steps = 3\n    return config\n"
+        "from tba_jax.presets.math import PRESETS as MATH\n"
+        "PRESETS = {'short': {**MATH['gsm8k'], 'num_steps': 3}}\n"
     )
     config = override(None, [f"--config={path}", "--config.seed=2"])
-    assert (config.name, config.num_steps, config.seed) == ("math/gsm8k", 3, 2)
-    assert override(None, ["--config=math:gsm8k"]).num_steps == 700
+    assert (config.name, config.num_steps, config.seed) == ("mine/short", 3, 2)
+    assert config.task.name == "gsm8k" and load("math:gsm8k").num_steps == 700
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("PRESETS = 1 / 0", "ZeroDivisionError: division by zero. Correct the file"),
+        ("NAMES = {}", "defines no PRESETS. Define for example"),
+        ("PRESETS = {'a': {'task': {'nam': 'x'}}}", "no field 'task.nam'; did you mean task.name"),
+        ("PRESETS = {'a': {'num_steps': 'x'}}", "num_steps = 'x': must be a whole number"),
+    ],
+)
+def test_a_file_that_is_no_config_is_refused_in_one_line(text, message, tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=message) as info:
+        load(str(path))
+    assert "\n" not in str(info.value)
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,6 @@ from tba_jax.config.command_line import override
 from tba_jax.config.rules import validate
 from tba_jax.devices.config import parse_resources
 
-# ml_collections loads config files through a deprecated function of importlib.
-
 
 def fleet_config(words):
     """The validated config of a command line."""

@@ -28,7 +28,6 @@ def pod_jobs(page):
     ]
 
 
-# ml_collections loads config files through a deprecated function of importlib.
 @pytest.mark.parametrize(
     ("page", "number", "kind", "chips", "layout"),
     [

@@ -3,12 +3,12 @@
 
 import pytest
 
-from tba_jax.config.schema import default_config, freeze
+from tba_jax.config.schema import Config
 from tba_jax.planning import child
 from tba_jax.planning.verdict import Program
 
 PROGRAM = Program("publish", "trainer")
-REQUEST = child.Request("", {}, {}, "", (), freeze(default_config()), PROGRAM)
+REQUEST = child.Request("", {}, {}, "", (), Config(), PROGRAM)
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 """Settings that a run chooses itself."""
 
 import json
-import runpy
 import types
 from pathlib import Path
 
@@ -10,8 +9,9 @@ import jax
 import pytest
 
 from tba_jax.config.command_line import override
+from tba_jax.config.presets import load as load_preset
 from tba_jax.config.rules import validate
-from tba_jax.config.schema import flatten, freeze, get_field, make_config, replace
+from tba_jax.config.schema import flatten, get_field, make_config, replace
 from tba_jax.devices.placement import MeshShape
 from tba_jax.models.hf import config_json
 from tba_jax.planning import choices, estimates
@@ -71,7 +71,7 @@ def test_products_are_kept_where_whole_groups_then_fit():
 
 def preset(name):
     """The config of a preset of configs/math.py, and the shape of its model."""
-    config = freeze(runpy.run_path(str(CONFIGS / "math.py"))["get_config"](name))
+    config = load_preset(f"math:{name}")
     return config, config_json.transformer_config(config_of(config.model.path))
 
 

@@ -3,7 +3,6 @@
 
 import importlib.util
 import re
-import runpy
 from pathlib import Path
 
 import jax
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import SingleDeviceSharding
 
-from tba_jax.config.schema import freeze
+from tba_jax.config.presets import load as load_preset
 from tba_jax.devices.site import any_device
 from tba_jax.models import attention, transformer
 from tba_jax.models.hf import config_json
@@ -21,7 +20,6 @@ from tba_jax.planning import chips, layouts
 from tba_jax.planning.shapes import config_of
 
 ROOT = Path(__file__).parents[2]
-PRESETS = runpy.run_path(str(ROOT / "configs" / "math.py"))
 HAS_PLUGIN = any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13))
 needs_plugin = pytest.mark.skipif(
     not HAS_PLUGIN, reason="JAX's CUDA plugin is not installed (pip install 'tba_jax[cuda]')"
@@ -99,7 +97,7 @@ def test_packed_rows_have_flash_attention_with_its_gradient(shares):
 )
 def test_hosts_of_gpus_are_split_freely(text, preset, model, layout, trainer):
     topology = chips.parse_topology(text)
-    config = freeze(PRESETS["get_config"](preset))
+    config = load_preset(f"math:{preset}")
     shape = config_json.transformer_config(config_of(model))
     _, found = layouts.choose(config, shape, topology.devices(), topology.chip.usable_bytes)
     assert (found.name, found.placement.trainer_mesh.size) == (layout, trainer)

@@ -1,20 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slices by name, and for each a placement that the chips accept and config fields can say."""
 
-import runpy
 from pathlib import Path
 
 import pytest
 
+from tba_jax.config.presets import load as load_preset
 from tba_jax.config.rules import validate
-from tba_jax.config.schema import freeze, replace
+from tba_jax.config.schema import replace
 from tba_jax.devices.placement import MeshShape, PlacementError
 from tba_jax.models.hf import config_json
 from tba_jax.planning import chips, layouts, sizes
 from tba_jax.planning.shapes import config_of
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-PRESETS = runpy.run_path(str(CONFIGS / "math.py"))
 RHO, QWEN = "realtreetune/rho-1b-sft-GSM8K", "Qwen/Qwen2.5-7B"
 
 
@@ -35,7 +34,7 @@ def test_a_slice_that_does_not_exist_is_refused_by_name(text, message):
 
 def choose(preset, model, text, **changes):
     topology = chips.parse_topology(text)
-    config = replace(freeze(PRESETS["get_config"](preset)), changes)
+    config = replace(load_preset(f"math:{preset}"), changes)
     shape = config_json.transformer_config(config_of(model))
     return layouts.choose(config, shape, topology.devices(), topology.chip.hbm_bytes)
 
@@ -74,7 +73,7 @@ def test_every_slice_gets_a_placement_that_it_accepts(
 
 
 def test_rows_of_a_micro_batch_divide_the_batch_or_leave_few_empty_rows():
-    config = freeze(PRESETS["get_config"]("gsm8k"))
+    config = load_preset("math:gsm8k")
     # With 40 rows, the last of four micro-batches has one group; with 60, of three.
     assert sizes.micro_batch_options(config, 1) == [1, 2, 4, 8, 16, 20, 140]
     assert sizes.micro_batch_options(config, 4) == [4, 8, 16, 20, 140]
@@ -85,7 +84,7 @@ def test_judges_that_one_chip_cannot_hold_make_groups_larger():
     topology = chips.parse_topology("v5e:2x4")
     shape = config_json.transformer_config(config_of(RHO))
     for held, group in ((lambda n: 2e9, 1), (lambda n: 14e9 / n, 4)):
-        config = freeze(PRESETS["get_config"]("gsm8k"))
+        config = load_preset("math:gsm8k")
         devices, hbm = topology.devices(), topology.chip.hbm_bytes
         config, choice = layouts.choose(config, shape, devices, hbm, held)
         assert choice.placement.searcher_meshes[0].devices.size == group
@@ -93,7 +92,7 @@ def test_judges_that_one_chip_cannot_hold_make_groups_larger():
 
 def test_the_configs_own_placement_is_kept_on_several_hosts():
     pytest.importorskip("libtpu")
-    config = freeze(PRESETS["get_config"]("math"))
+    config = load_preset("math:math")
     config = replace(config, {"placement": "split"})  # with mesh.fsdp=4, one device of each host
     devices = chips.parse_topology("v5p:2x2x4").devices()
     choice = layouts.place(config, devices)
@@ -112,7 +111,7 @@ def test_a_mesh_divides_rows_of_which_at_most_a_fifth_are_empty():
 
     def mesh(size, hosts=1, **changes):
         given = {f"batch.{name}": value for name, value in changes.items()}
-        config = replace(freeze(PRESETS["get_config"]("gsm8k")), given)
+        config = replace(load_preset("math:gsm8k"), given)
         found = sizes.mesh_shape(size, config, shape, hosts)
         return found.fsdp, found.model
 
@@ -123,7 +122,7 @@ def test_a_mesh_divides_rows_of_which_at_most_a_fifth_are_empty():
     assert mesh(8, **shared, num_prompts=5) == (2, 4)  # one of six, not three of eight
     # The axis of experts is the config's. It saves no memory: each device has the tokens of all.
     moe = config_json.transformer_config(config_of("Qwen/Qwen3-30B-A3B"))
-    config = freeze(PRESETS["get_config"]("qwen3_30b_a3b"))
+    config = load_preset("math:qwen3_30b_a3b")
     assert sizes.mesh_shape(16, config, moe, 2) == MeshShape(fsdp=16)
     config = replace(config, {"mesh.expert": 4})
     assert sizes.mesh_shape(16, config, moe, 2) == MeshShape(fsdp=4, expert=4)

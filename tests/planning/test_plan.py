@@ -5,7 +5,6 @@ import dataclasses
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +13,9 @@ import pytest
 
 from tba_jax.config import presets
 from tba_jax.config.command_line import override
+from tba_jax.config.presets import load as load_preset
 from tba_jax.config.rules import validate
-from tba_jax.config.schema import freeze, replace
+from tba_jax.config.schema import replace
 from tba_jax.models.hf import config_json
 from tba_jax.models.transformer import num_params
 from tba_jax.planning import child, command, shapes
@@ -25,11 +25,10 @@ from tba_jax.run.model_parts import model_path
 
 ROOT = Path(__file__).parents[2]
 START_MODEL = ROOT / "tba_jax" / "assets" / "start_model"
-PRESETS = runpy.run_path(str(ROOT / "configs" / "math.py"))
 
 
 def request(**fields):
-    config = freeze(PRESETS["get_config"]("arithmetic"))
+    config = load_preset("math:arithmetic")
     # The devices of this process are there already.
     config = replace(config, {"placement": "split", **fields})
     validate(config)
