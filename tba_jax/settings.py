@@ -16,7 +16,6 @@ A setting that changes with the optimiser step is a `Schedule`. The user writes 
 """
 
 import ast
-import contextvars
 import dataclasses
 import hashlib
 import importlib.util
@@ -41,11 +40,6 @@ _SMALLEST_FLOAT = 1e-30
 # A field with this choice also accepts a function in a user's file, path/to/file.py:FUNCTION.
 IN_A_FILE = "FILE.py:FUNCTION"
 
-# Violations that `need` found in the checks of the innermost `check_all`; None outside `check_all`.
-_VIOLATIONS: contextvars.ContextVar[dict[str, None] | None] = contextvars.ContextVar(
-    "violations", default=None
-)
-
 Dtype = Literal["float32", "bfloat16"]
 
 
@@ -53,61 +47,39 @@ class ConfigError(ValueError):
     """A configuration that cannot run; each message has field, value, rule and remedy."""
 
     def __str__(self) -> str:
-        return listed(self.args)
-
-
-def listed(problems: Sequence[str]) -> str:
-    """Return problems as one text: a list with a line per problem, or the only problem."""
-    if len(problems) == 1:
-        return str(problems[0])
-    return "\n".join([f"{len(problems)} problems:", *(f"- {problem}" for problem in problems)])
+        if len(self.args) == 1:
+            return str(self.args[0])
+        return "\n".join([f"{len(self.args)} problems:", *(f"- {text}" for text in self.args)])
 
 
 def check_all(*checks: Callable[[], None]) -> None:
     """Call every check, and raise one error with the messages of all violations.
-
-    In a check, `need` records a violation and returns, so that the other rules are tested, too.
 
     Raises:
         ConfigError: has every message. A plain ValueError is raised only if it is the first error:
             after other errors it is a consequence of them.
     """
     found: dict[str, None] = {}
-    token = _VIOLATIONS.set(found)
-    try:
-        for check in checks:
-            try:
-                check()
-            except ConfigError as error:
-                found |= dict.fromkeys(error.args)
-            except ValueError:
-                if not found:
-                    raise
-    finally:
-        _VIOLATIONS.reset(token)
+    for check in checks:
+        try:
+            check()
+        except ConfigError as error:
+            found |= dict.fromkeys(error.args)
+        except ValueError:
+            if not found:
+                raise
     if found:
         raise ConfigError(*found)
 
 
 def need(ok: bool, field: str, value: Any, rule: str, remedy: str) -> None:
-    """Raise unless `ok`; within `check_all`, record the violation and return.
-
-    Raises:
-        ConfigError: see `violation`.
-    """
-    if ok:
-        return
-    error, found = violation(field, value, rule, remedy), _VIOLATIONS.get()
-    if found is None:
-        raise error
-    found[str(error)] = None
+    """Raise a ConfigError unless `ok`; see `violation`."""
+    if not ok:
+        raise violation(field, value, rule, remedy)
 
 
 def violation(field: str, value: Any, rule: str, remedy: str) -> ConfigError:
-    """Return the error of a broken rule: "config.FIELD = VALUE: RULE. REMEDY".
-
-    Code that cannot continue after the violation raises the error itself.
-    """
+    """Return the error of a broken rule: "config.FIELD = VALUE: RULE. REMEDY"."""
     return ConfigError(f"config.{field} = {value!r}: {rule}. {remedy}")
 
 

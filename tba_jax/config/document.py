@@ -5,7 +5,7 @@ python -m tba_jax.config.document [FILE]
 """
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tba_jax.config.schema import SETTINGS, Config
@@ -36,38 +36,34 @@ _HEADER = "| setting | default | allowed | meaning |\n|---|---|---|---|\n"
 
 def page() -> str:
     """Return the page as Markdown. Loads JAX."""
-    config = Config()
-    sections = ["", *config.sections()]
     parts = [_HEAD]
-    for section in sections:
-        rows = [s for s in SETTINGS.values() if s.name.rpartition(".")[0] == section]
+    for section in ["", *Config().sections()]:
+        rows = [_row(s) for s in SETTINGS.values() if s.name.rpartition(".")[0] == section]
         parts.append(f"## `{section}`\n" if section else "## The run\n")
-        parts.append(_table(rows))
+        parts.append(_HEADER + "".join(rows))
         if section == "objective":
-            parts.append(_OWN + _own_table())
+            parts.append(_OWN + _HEADER + "".join(_own_rows()))
     return "\n".join(parts)
 
 
-def _own_table() -> str:
-    """Return the table of the objectives' own settings, one row for each name."""
+def _row(setting: Setting) -> str:
+    default = "" if setting.default == "" else f"`{setting.default}`"
+    return _cells(
+        f"`{setting.name}`{' *' if setting.on_resume else ''}", default, setting, setting.meaning
+    )
+
+
+def _own_rows() -> Iterator[str]:
+    """Yield one row for each name of an objective's own setting."""
     found: dict[str, dict[str, Setting]] = {}
     for objective in objective_names():
         for setting in own_settings(objective):
             found.setdefault(setting.name, {})[objective] = setting
-    return _HEADER + "".join(map(_own_row, found.values()))
-
-
-def _own_row(settings: Mapping[str, Setting]) -> str:
-    """Return one row for a setting that several objectives declare.
-
-    Args:
-        settings: objective -> its declaration.
-    """
-    first = next(iter(settings.values()))
-    defaults = _joined({name: f"`{setting.default}`" for name, setting in settings.items()})
-    meaning = _joined({name: setting.meaning for name, setting in settings.items()})
-    name = f"`{first.name}`, of {', '.join(settings)}"
-    return f"| {' | '.join((name, defaults, _allowed(first), meaning))} |\n"
+    for name, settings in found.items():
+        defaults = _joined({objective: f"`{s.default}`" for objective, s in settings.items()})
+        meaning = _joined({objective: s.meaning for objective, s in settings.items()})
+        first = next(iter(settings.values()))
+        yield _cells(f"`{name}`, of {', '.join(settings)}", defaults, first, meaning)
 
 
 def _joined(texts: Mapping[str, str]) -> str:
@@ -80,31 +76,14 @@ def _joined(texts: Mapping[str, str]) -> str:
     return "; ".join(f"{', '.join(own)}: {text}" for text, own in names.items())
 
 
-def _table(rows: Sequence[Setting]) -> str:
-    return _HEADER + "".join(map(_row, rows))
-
-
-def _row(setting: Setting) -> str:
-    default = "" if setting.default == "" else f"`{setting.default}`"
-    name = f"`{setting.name}`{' *' if setting.on_resume else ''}"
-    return f"| {' | '.join((name, default, _allowed(setting), setting.meaning))} |\n"
-
-
-def _allowed(setting: Setting) -> str:
-    rule = setting.rule.removeprefix("must be ").removeprefix("must lie ")
-    rule = rule.removeprefix("one of ")
-    return "schedule" if setting.type is Schedule else rule or setting.kind
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the page, or write it to the given file."""
-    arguments = sys.argv[1:] if argv is None else argv
-    if arguments:
-        Path(arguments[0]).write_text(page())
-    else:
-        print(page(), end="")
-    return 0
+def _cells(name: str, default: str, setting: Setting, meaning: str) -> str:
+    rule = setting.rule.removeprefix("must be ").removeprefix("must lie ").removeprefix("one of ")
+    allowed = "schedule" if setting.type is Schedule else rule or setting.kind
+    return f"| {name} | {default} | {allowed} | {meaning} |\n"
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if len(sys.argv) > 1:
+        Path(sys.argv[1]).write_text(page())
+    else:
+        print(page(), end="")

@@ -6,7 +6,6 @@ A run's config.json therefore has these settings and not the preset's name. Inva
 starts from exact Trajectory Balance, whatever objective the config had before.
 """
 
-import dataclasses
 import difflib
 from collections.abc import Mapping
 from typing import Any
@@ -14,33 +13,29 @@ from typing import Any
 from tba_jax.config import schema
 from tba_jax.config.schema import Config
 from tba_jax.settings import ConfigError
-from tba_jax.train.config import ObjectiveSettings
-from tba_jax.train.objectives import own_names, own_settings
+from tba_jax.train.objectives import own_names
 
 PRESET = "objective.preset"
 FLAG = f"--config.{PRESET}"
 
-# Own settings of objectives that belong to the run, not to a method: presets do not change them.
-_KEPT = ("scale",)
-
 # TBA' of MATH: the reference is reset to the policy, and token log-ratios are clamped.
 _PRIME = {
-    "importance": "token_clip",
-    "importance_cap": 8.0,
-    "kl_clamp": 10.0,
+    "objective.importance": "token_clip",
+    "objective.importance_cap": 8.0,
+    "objective.kl_clamp": 10.0,
     "reference.reset_period": 50,
 }
 
 METHODS: Mapping[str, Mapping[str, Any]] = {
     # arXiv:2503.18929: exact Trajectory Balance, VarGrad form.
-    "tba": {"importance": "none"},
+    "tba": {"objective.importance": "none"},
     # Its section 6 with its code of November 2025: the group mean of log-ratios is the sampler's.
-    "tba_prime": {**_PRIME, "kl_center": "behavior"},
+    "tba_prime": {**_PRIME, "objective.kl_center": "behavior"},
     # The same with the current policy's mean, as in later code: VarGrad except for the clamp.
-    "tba_prime_live": {**_PRIME, "kl_center": "live"},
+    "tba_prime_live": {**_PRIME, "objective.kl_center": "live"},
     # One actor, synchronous and on-policy (the baseline of TBA's red-teaming).
     "gflownet_sync": {
-        "importance": "none",
+        "objective.importance": "none",
         "driver": "sync",
         "num_searchers": 1,
         "sync_period": 1,
@@ -50,16 +45,16 @@ METHODS: Mapping[str, Mapping[str, Any]] = {
         "replay.pace": "off",
     },
     # arXiv:2503.14476, with its dynamic sampling.
-    "dapo": {"name": "dapo", "replay.equal_rewards": "redraw"},
+    "dapo": {"objective.name": "dapo", "replay.equal_rewards": "redraw"},
     # arXiv:2506.13585 with the recipe of arXiv:2510.13786, which skips groups of equal rewards.
-    "cispo": {"name": "cispo", "replay.equal_rewards": "skip"},
+    "cispo": {"objective.name": "cispo", "replay.equal_rewards": "skip"},
     # arXiv:1707.06347, with four updates per batch, as in TRL's PPO.
-    "ppo": {"name": "ppo", "epochs": 4},
+    "ppo": {"objective.name": "ppo", "objective.epochs": 4},
     # arXiv:2410.01679: two updates. There states are the lines of a response, with nine
     # continuations each; here they are pairs of tokens, with four.
-    "vineppo": {"name": "vineppo", "epochs": 2, "vine_tokens": 2},
+    "vineppo": {"objective.name": "vineppo", "objective.epochs": 2, "objective.vine_tokens": 2},
     # arXiv:2402.03300.
-    "grpo": {"name": "grpo", "beta": 0.04},
+    "grpo": {"objective.name": "grpo", "objective.beta": 0.04},
 }
 
 
@@ -73,16 +68,9 @@ def fields_of(name: str) -> dict[str, Any]:
         near = difflib.get_close_matches(name, METHODS, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise ConfigError(f"objective.preset has no {name!r}; there are {', '.join(METHODS)}{hint}")
-    given = METHODS[name]
-    has = {setting.name for setting in own_settings(given.get("name", "tb"))}
-    kept = {field for field in _KEPT if f"objective.{field}" in has}
-    shared = {field.name for field in dataclasses.fields(ObjectiveSettings)}
-    found: dict[str, Any] = {"objective.name": "tb"}
-    found |= {f"objective.{field}": None for field in own_names() if field not in kept}
-    for field, value in given.items():
-        is_of_objective = "." not in field and (field in shared or f"objective.{field}" in has)
-        found[f"objective.{field}" if is_of_objective else field] = value
-    return found
+    # The scale belongs to the run, not to a method.
+    reset = {f"objective.{own}": None for own in own_names() if own != "scale"}
+    return {"objective.name": "tb", **reset, **METHODS[name]}
 
 
 def replace(config: Config, fields: Mapping[str, Any]) -> Config:

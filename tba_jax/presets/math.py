@@ -4,37 +4,29 @@
     python -m tba_jax.main --config=math[:PRESET]
 
 arithmetic (default)
-    The task is six-term sums. The embedded start model has 0.3M parameters. Runs without
-    network access on 2 CPU cores.
+    Six-term sums with the embedded start model (0.3M parameters), offline on 2 CPU cores.
 gsm8k
     The paper's Figure 1 run: RhoMath-1B (SFT) on GSM8K, with the settings of table 2, appendix B.1
     and the launch script (98,000 responses in 700 steps). Paper: 40.3 % -> 54.6 % in 82 minutes
-    on 4 x A100. Not run by us. Parameters and moments are bfloat16, as in the paper, but updates
-    are rounded at random: rounded to nearest, most weights lose updates of size 1e-5
-    (docs/lab/low_precision.md). --config.model.param_dtype=float32 takes 12 bytes per parameter
-    with its moments, instead of 6.
+    on 4 x A100. Parameters and moments are bfloat16, as in the paper, but updates are rounded at
+    random: rounded to nearest, most weights lose updates of size 1e-5 (docs/lab/low_precision.md).
 gsm8k_official
-    `gsm8k` with the prompt, the grader and the masked EOS of the paper's code, for comparison with
-    that code (docs/fidelity.md). `gsm8k` itself uses the prompt format that the start model was
-    tuned on, trains EOS, as Trajectory Balance needs, and has a more exact grader. Not run by us.
+    `gsm8k` with the prompt, the grader and the masked EOS of the paper's code (docs/fidelity.md).
+    `gsm8k` itself uses the prompt format that the start model was tuned on, trains EOS, as
+    Trajectory Balance needs, and has a more exact grader.
 math
     TBA' on MATH with Qwen2.5-7B (section 6 and table 4): exact VarGrad, with a reference that is
-    reset to the policy. Ratios are not bounded. Log-ratios of a group are centred by their mean
-    under the current policy. Not run by us.
+    reset to the policy. Ratios are not bounded.
 tba_prime_2, tba_prime_10
     `math` on data at most 2 and 10 steps old (exactly that old in the paper's code of November
     2025; here with --config.driver=sync --config.search.exact_lag=2 or 10). Log-ratios are centred
     by their mean under the sampler. Token ratios are at most 8, and token log-ratios at most 10.
-    Searchers sample for later steps while the trainer trains. Not run by us.
 qwen3_1_7b, qwen3_4b, gemma_3_12b, gpt_oss_20b, qwen3_30b_a3b
-    `math` with models of 2025 and their chat templates. qwen3_4b, gpt_oss_20b and qwen3_30b_a3b
-    train adapters. The command `python -m tba_jax.plan` prints placement and mesh for your
-    devices. Not run by us.
+    `math` with models of 2025 and their chat templates, some with adapters. The command
+    `python -m tba_jax.plan` prints placement and mesh for your devices.
 
-All other presets of `math` use plain-text prompts. For an SFT model, the prompts have the format
-that the model was tuned on. With an instruction-tuned model
-(--config.model.path=Qwen/Qwen2.5-7B-Instruct), set --config.task.chat=True to use its chat
-template.
+Only `arithmetic` was run by us. The other presets of `math` use plain-text prompts, in the format
+that an SFT model was tuned on; for an instruction-tuned model set --config.task.chat=True.
 """
 
 PRESETS = {

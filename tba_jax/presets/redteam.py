@@ -5,25 +5,21 @@
 
 toy (default)
     Harmless: a 0.3M-parameter attacker writes sums and searches for sums to which the embedded
-    start model answers -9. Before training, 0.3 % of the sums succeed. Runs without network access
-    on 2 CPU cores.
+    start model answers -9; before training 0.3 % do. Offline on 2 CPU cores.
 gpt2
     The setup of appendix B.3 with 6 searchers: attacker and victim are GPT-2, and RoBERTa
-    measures toxicity. The attacker must start from a supervised model: train one with
-    `python -m tba_jax.sft` and set it as --config.model.path. Paper: 94.5 to 97.6 % successful
-    attacks with 4 to 64 V100. Not run by us.
+    measures toxicity. Paper: 94.5 to 97.6 % successful attacks with 4 to 64 V100. Not run by us.
 llama
-    Llama-3.2-1B attacks Llama-3.1-8B-Instruct, judged by Llama-Guard-3-8B; recency 0.6 with a
-    buffer of 130,000. Paper: 98.1 % successful attacks in 5.7 h with 8 x A100 (150,000 and
-    recency 0.5: 94.8 %, more diverse). This attacker must start from a supervised model, too. Not
-    run by us.
+    Llama-3.2-1B attacks Llama-3.1-8B-Instruct, judged by Llama-Guard-3-8B. Paper: 98.1 % successful
+    attacks in 5.7 h with 8 x A100. Not run by us.
 llama_150k
-    `llama` with recency 0.5 and a buffer of 150,000, the other row of table 6. Not run by us.
+    `llama` with recency 0.5 and a buffer of 150,000, the other row of table 6 (94.8 %, more
+    diverse). Not run by us.
 
-Before the first step, the paper fills the buffer with the SFT data and ten batches of samples of
-the SFT model. The presets gpt2 and llama start with the ten batches of samples. To add the SFT
-data, set --config.task.start_path=SFT.jsonl, the file that `tba_jax.sft` read. The attacks in
-SFT.jsonl are judged in groups of search.samples_per_prompt attacks.
+The attackers of gpt2 and llama must start from a supervised model: train one with
+`python -m tba_jax.sft` and set it as --config.model.path. Before the first step, the paper fills
+the buffer with the SFT data and ten batches of samples. The presets sample the ten batches; the SFT
+data are added by --config.task.start_path=SFT.jsonl, the file that `tba_jax.sft` read.
 
 gpt2 and llama train adapters of rank 32 and alpha 16, as the paper does, on the matrices that the
 library of the paper's code (peft) chooses for these models. The toy trains all parameters.
