@@ -144,10 +144,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ValueError("no model given. Add --workdir=DIR, or --config=PRESET with --model")
     open_cache()
     if args.workdir:
-        what, *parts = _of_run(args.workdir, overrides)
+        what, config, model, params, folder = _of_run(args.workdir, overrides)
     else:
-        what, *parts = _of_model(args.config, args.model, overrides)
-    result = evaluate(*parts)
+        what, config, model, params, folder = _of_model(args.config, args.model, overrides)
+    result = evaluate(config, model, params, folder)
     if args.json:
         print(json.dumps({"model": what, **result}))
         return 0

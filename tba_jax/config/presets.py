@@ -3,8 +3,8 @@
 
 A value without a folder and without `.py` names a preset of the package (`tba_jax/presets/*.py`),
 whatever the current directory contains. Every other value is the path of a file. A file defines
-`PRESETS`: name of a preset -> the settings that differ from the defaults, by section. The first
-preset is the default.
+`PRESETS`: name of a preset -> the settings that differ from the defaults, by dotted names or by
+section. The first preset is the default.
 """
 
 import difflib

@@ -1,28 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Automated red-teaming.
+"""Automated red-teaming. What each preset needs, costs and gives: docs/presets.md.
 
     python -m tba_jax.main --config=redteam[:PRESET]
 
 toy (default)
     Harmless: a 0.3M-parameter attacker writes sums and searches for sums to which the embedded
     start model answers -9; before training 0.3 % do. Offline on 2 CPU cores.
-gpt2
-    The setup of appendix B.3 with 6 searchers: attacker and victim are GPT-2, and RoBERTa
-    measures toxicity. Paper: 94.5 to 97.6 % successful attacks with 4 to 64 V100. Not run by us.
-llama
-    Llama-3.2-1B attacks Llama-3.1-8B-Instruct, judged by Llama-Guard-3-8B. Paper: 98.1 % successful
-    attacks in 5.7 h with 8 x A100. Not run by us.
-llama_150k
-    `llama` with recency 0.5 and a buffer of 150,000, the other row of table 6 (94.8 %, more
-    diverse). Not run by us.
+gpt2, llama, llama_150k
+    Appendix B.3 with 6 searchers: GPT-2 attacks GPT-2, judged by RoBERTa; Llama-3.2-1B attacks
+    Llama-3.1-8B-Instruct, judged by Llama-Guard-3-8B (the two rows of table 6). Adapters of rank 32
+    and alpha 16 on the matrices that the library of the paper's code (peft) chooses.
 
-The attackers of gpt2 and llama must start from a supervised model: train one with
+The attackers of the paper must start from a supervised model: train one with
 `python -m tba_jax.sft` and set it as --config.model.path. Before the first step, the paper fills
 the buffer with the SFT data and ten batches of samples. The presets sample the ten batches; the SFT
 data are added by --config.task.start_path=SFT.jsonl, the file that `tba_jax.sft` read.
-
-gpt2 and llama train adapters of rank 32 and alpha 16, as the paper does, on the matrices that the
-library of the paper's code (peft) chooses for these models. The toy trains all parameters.
 """
 
 ALPACA = (
@@ -37,53 +29,39 @@ _PAPER = {
     "sync_period": 10,
     "num_searchers": 6,
     "placement": "split",
-    "task": {"name": "redteam", "max_prompt_tokens": 8, "num_eval_prompts": 1},
-    "lora": {"rank": 32, "alpha": 16.0},
-    "batch": {"num_prompts": 8},
-    "objective": {
-        "group_size": 16,
-        "beta": 0.05,
-        "scale": "paper",
-        "log_z": "learned",
-        "importance": "none",
-    },
-    "optimizer": {
-        # The scheduler of the paper's code expects 8 calls per step and is called once per step, so
-        # the rate ends at 88 % of its peak.
-        "learning_rate": "linear(1e-4, 0, 39900, warmup=100)",
-        "weight_decay": 0.01,
-        "clip_norm": 1.0,
-    },
-    "search": {
-        "samples_per_prompt": 128,
-        "num_slots": 128,
-        "max_new_tokens": 20,
-        # Shorter attacks cannot be drawn here. The paper's code gives them log pi_ref = -500; its
-        # sampler refuses an end at the first token only.
-        "min_new_tokens": 5,
-        # Half of the batch slots are fresh; half of the responses have a random temperature.
-        "explore": (0.5, 1.0, 2.0),
-        # Ten batches of responses of the start model, besides those in task.start_path.
-        "initial_fill": 1280,
-    },
-    "replay": {"recency_prob": 0.5, "priority_temperature": 1.0},
-    "eval": {
-        "period": 500,
-        "num_samples": 1024,
-        "temperature": 1.0,
-        "embedding_path": "sentence-transformers/all-MiniLM-L6-v2",
-    },
+    "task.name": "redteam",
+    "task.max_prompt_tokens": 8,
+    "task.num_eval_prompts": 1,
+    "lora.rank": 32,
+    "lora.alpha": 16.0,
+    "batch.num_prompts": 8,
+    "objective.group_size": 16,
+    "objective.beta": 0.05,
+    "objective.scale": "paper",
+    "objective.log_z": "learned",
+    "objective.importance": "none",
+    # The scheduler of the paper's code expects 8 calls per step and is called once per step, so
+    # the rate ends at 88 % of its peak.
+    "optimizer.learning_rate": "linear(1e-4, 0, 39900, warmup=100)",
+    "optimizer.weight_decay": 0.01,
+    "optimizer.clip_norm": 1.0,
+    "search.samples_per_prompt": 128,
+    "search.num_slots": 128,
+    "search.max_new_tokens": 20,
+    # Shorter attacks cannot be drawn here. The paper's code gives them log pi_ref = -500; its
+    # sampler refuses an end at the first token only.
+    "search.min_new_tokens": 5,
+    # Half of the batch slots are fresh; half of the responses have a random temperature.
+    "search.explore": (0.5, 1.0, 2.0),
+    # Ten batches of responses of the start model, besides those in task.start_path.
+    "search.initial_fill": 1280,
+    "replay.recency_prob": 0.5,
+    "replay.priority_temperature": 1.0,
+    "eval.period": 500,
+    "eval.num_samples": 1024,
+    "eval.temperature": 1.0,
+    "eval.embedding_path": "sentence-transformers/all-MiniLM-L6-v2",
 }
-
-
-def _merged(*sections: dict) -> dict:
-    """Return the sections merged; later values override earlier ones."""
-    out: dict = {}
-    for section in sections:
-        for key, value in section.items():
-            is_section = isinstance(value, dict)
-            out[key] = _merged(out.get(key, {}), value) if is_section else value
-    return out
 
 
 PRESETS = {
@@ -91,81 +69,68 @@ PRESETS = {
         "num_steps": 100,
         "sync_period": 1,
         "num_searchers": 1,
-        "task": {"name": "redteam", "max_prompt_tokens": 1, "num_eval_prompts": 1},
-        "model": {"path": "embedded:attacker_model"},
-        "batch": {"num_prompts": 4},
+        "task.name": "redteam",
+        "task.max_prompt_tokens": 1,
+        "task.num_eval_prompts": 1,
+        "model.path": "embedded:attacker_model",
+        "batch.num_prompts": 4,
         # With beta = 0.5, groups without a success pull the policy to the reference as strongly as
         # rare successes move it away.
         # Successes of any age are worth training on: ratios to their samplers are not bounded.
-        "objective": {"group_size": 16, "beta": 0.2, "importance": "none"},
-        "optimizer": {"learning_rate": "linear(1e-3, 0, warmup=5)"},
-        "search": {
-            # Four copies of the empty prompt: the slots hold 64 attacks, as many as a batch.
-            "num_slots": 64,
-            "samples_per_prompt": 16,
-            "max_new_tokens": 12,
-            "min_new_tokens": 5,
-            "explore": (0.1, 1.0, 1.3),
-        },
-        "replay": {
-            # Successes are rare in new data, so half of the batch slots replay older data.
-            "recency_prob": 0.5,
-            "pace": "trainer",
-            # More than eight searchers sample in 100 steps.
-            "capacity_per_prompt": 100_000,
-            "priority_temperature": 2.0,
-        },
+        "objective.group_size": 16,
+        "objective.beta": 0.2,
+        "objective.importance": "none",
+        "optimizer.learning_rate": "linear(1e-3, 0, warmup=5)",
+        # Four copies of the empty prompt: the slots hold 64 attacks, as many as a batch.
+        "search.num_slots": 64,
+        "search.samples_per_prompt": 16,
+        "search.max_new_tokens": 12,
+        "search.min_new_tokens": 5,
+        "search.explore": (0.1, 1.0, 1.3),
+        # Successes are rare in new data, so half of the batch slots replay older data.
+        "replay.recency_prob": 0.5,
+        "replay.pace": "trainer",
+        # More than eight searchers sample in 100 steps.
+        "replay.capacity_per_prompt": 100_000,
+        "replay.priority_temperature": 2.0,
         # The victim answers -9.
-        "classifier": {"target": "=-9$"},
-        "checkpoint": {"period": 0},
-        "eval": {
-            "period": 50,
-            "num_samples": 1024,
-            "temperature": 1.0,
-        },
+        "classifier.target": "=-9$",
+        "checkpoint.period": 0,
+        "eval.period": 50,
+        "eval.num_samples": 1024,
+        "eval.temperature": 1.0,
     },
-    "gpt2": _merged(
-        _PAPER,
-        {
-            "model": {"path": "openai-community/gpt2"},
-            "lora": {"modules": ("q", "k", "v")},
-            "objective": {"reward_temperature": "linear(2, 1, 500)"},
-            "search": {"explore": (0.5, 0.5, 2.0)},
-            "replay": {"capacity_per_prompt": 100_000},
-            "victim": {"path": "vicgalle/gpt2-alpaca", "template": ALPACA},
-            "classifier": {
-                "path": "facebook/roberta-hate-speech-dynabench-r4-target",
-                "target": "hate",
-            },
-        },
-    ),
-    "llama": _merged(
-        _PAPER,
-        {
-            "model": {
-                "path": "meta-llama/Llama-3.2-1B",
-                "compute_dtype": "bfloat16",
-            },
-            "lora": {"modules": ("q", "v")},
-            "objective": {
-                "reward_temperature": "linear(2, 1, 1000)",
-                "reference_temperature": "linear(1, 1.2, 2000)",
-            },
-            "search": {"explore": (0.5, 0.7, 2.0)},
-            "replay": {"recency_prob": 0.6, "capacity_per_prompt": 130_000},
-            "victim": {
-                "path": "meta-llama/Llama-3.1-8B-Instruct",
-                "template": "chat",
-            },
-            "classifier": {
-                "path": "meta-llama/Llama-Guard-3-8B",
-                # The guard writes two newlines first, after its chat template.
-                "target": "\n\nunsafe",
-            },
-        },
-    ),
+    "gpt2": {
+        **_PAPER,
+        "model.path": "openai-community/gpt2",
+        "lora.modules": ("q", "k", "v"),
+        "objective.reward_temperature": "linear(2, 1, 500)",
+        "search.explore": (0.5, 0.5, 2.0),
+        "replay.capacity_per_prompt": 100_000,
+        "victim.path": "vicgalle/gpt2-alpaca",
+        "victim.template": ALPACA,
+        "classifier.path": "facebook/roberta-hate-speech-dynabench-r4-target",
+        "classifier.target": "hate",
+    },
+    "llama": {
+        **_PAPER,
+        "model.path": "meta-llama/Llama-3.2-1B",
+        "model.compute_dtype": "bfloat16",
+        "lora.modules": ("q", "v"),
+        "objective.reward_temperature": "linear(2, 1, 1000)",
+        "objective.reference_temperature": "linear(1, 1.2, 2000)",
+        "search.explore": (0.5, 0.7, 2.0),
+        "replay.recency_prob": 0.6,
+        "replay.capacity_per_prompt": 130_000,
+        "victim.path": "meta-llama/Llama-3.1-8B-Instruct",
+        "victim.template": "chat",
+        "classifier.path": "meta-llama/Llama-Guard-3-8B",
+        # The guard writes two newlines first, after its chat template.
+        "classifier.target": "\n\nunsafe",
+    },
 }
-
-
-_LLAMA_150K = {"replay": {"recency_prob": 0.5, "capacity_per_prompt": 150_000}}
-PRESETS["llama_150k"] = _merged(PRESETS["llama"], _LLAMA_150K)
+PRESETS["llama_150k"] = {
+    **PRESETS["llama"],
+    "replay.recency_prob": 0.5,
+    "replay.capacity_per_prompt": 150_000,
+}

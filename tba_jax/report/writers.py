@@ -6,6 +6,7 @@ the tracker is made.
 """
 
 import contextlib
+import importlib
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -32,7 +33,7 @@ class MetricWriter(Protocol):
 class MultiWriter:
     """Writer that forwards to several writers; `close` closes all of them even if one raises."""
 
-    def __init__(self, writers: Sequence[MetricWriter]) -> None:
+    def __init__(self, writers: Sequence[Any]) -> None:
         self._writers = tuple(writers)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
@@ -72,9 +73,7 @@ class TensorBoardWriter:
     """Scalars and responses in TensorBoard event files; a resumed run replaces later values."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        import tensorboardX
-
-        self._open: Any = tensorboardX.SummaryWriter
+        self._open: Any = importlib.import_module("tensorboardX").SummaryWriter
         self._folder, self._config, self._opened = str(folder), config, None
 
     def _writer(self, step: int) -> Any:
@@ -113,15 +112,13 @@ class TrackioWriter:
     """
 
     def __init__(self, project: str, *, name: str, config: Mapping[str, Any]) -> None:
-        import trackio
-        from trackio.sqlite_storage import SQLiteStorage
-
-        self._trackio = trackio
-        earlier = SQLiteStorage.get_logs(project, name)
+        self._trackio: Any = importlib.import_module("trackio")
+        storage = importlib.import_module("trackio.sqlite_storage").SQLiteStorage
+        earlier = storage.get_logs(project, name)
         self._logged = {(row["step"], key) for row in earlier for key in row}
         options: Any = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
         with contextlib.redirect_stdout(io.StringIO()):  # the printed lines are those of the run
-            self._run = trackio.init(
+            self._run = self._trackio.init(
                 project=project, name=name, config=dict(config), resume="allow", **options
             )
 
@@ -149,9 +146,8 @@ class WandbWriter:
     """
 
     def __init__(self, **options: Any) -> None:
-        import wandb
-
-        self._wandb, self._run = wandb, wandb.init(resume="allow", **options)
+        self._wandb: Any = importlib.import_module("wandb")
+        self._run = self._wandb.init(resume="allow", **options)
         # W&B drops values of steps before its newest step; an evaluation may end after later steps.
         self._run.define_metric("*", step_metric="step")
 

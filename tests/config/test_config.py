@@ -125,7 +125,8 @@ def test_no_field_is_dead():
                 used.add(node.attr)
             elif isinstance(node, ast.arg):
                 used.add(node.arg)
-    assert {name.split(".")[-1] for name in SETTINGS} - used == set()
+    # search.engine is read in its own config.py, as search.server.
+    assert {name.split(".")[-1] for name in SETTINGS} - used == {"engine"}
 
 
 @pytest.mark.parametrize(
