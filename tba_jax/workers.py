@@ -13,9 +13,9 @@ that worker and nothing else.
 
 import asyncio
 import contextlib
-import dataclasses
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import pickle
@@ -24,6 +24,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -40,8 +41,7 @@ MAX_MEMORY_BYTES = 16 * 2**30
 NOTHING = "nothing"
 """Message that an `Exchange` returns as None."""
 _SIZE_BYTES = 8  # a message to a worker begins with its size
-_START = -1  # number of the message that a worker sends after its start
-_START_TEXT = "the import of its module (move slow work from its top level into the function)"
+_TICK_S = 0.5  # longest time until a missed deadline that was restarted is noticed
 
 
 class WorkerFailed(Exception):
@@ -118,7 +118,7 @@ def _serve(
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     loop.add_reader(connection.fileno(), receive)
-    send([_START, None])
+    send([-1, None])  # the process has started
     while True:
         # Users' code may raise SystemExit or KeyboardInterrupt, which stop a loop.
         with contextlib.suppress(BaseException):
@@ -172,24 +172,19 @@ def _leave() -> None:
 # --- in the parent -------------------------------------------------------------------------------
 
 
-@dataclasses.dataclass
-class _Sent:
-    """A message without an answer."""
-
-    future: "asyncio.Future[Any]"
-    timeout_s: float
-    doing: str
-    is_suspended: bool = False
-
-
 class _Worker:
-    """A process with its jobs; only the thread of the pool's loop uses it."""
+    """A process with its jobs; only the thread of the pool's loop uses it.
+
+    Attributes:
+        answers: futures of the messages without an answer by job number, oldest message first.
+        free_s: time of the newest answer, at which the worker was free; inf: it has not started.
+    """
 
     def __init__(self, pool: "WorkerPool", number: int) -> None:
         self.number, self.jobs, self.is_ended = number, set[int](), False
-        self.sent: dict[int, _Sent] = {}  # by the number of the job, oldest message first
-        self._pool, self._loop = pool, asyncio.get_running_loop()
-        self._timer: asyncio.TimerHandle | None = None
+        self.answers: dict[int, asyncio.Future[Any]] = {}
+        self.free_s = math.inf
+        self._pool = pool
         ours, theirs = socket.socketpair()
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([pool.make.__module__])
@@ -198,41 +193,16 @@ class _Worker:
         self.process = context.Process(target=_serve, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
+        loop = asyncio.get_running_loop()
         connecting = asyncio.open_connection(sock=ours, limit=MOST_ANSWER_BYTES)
-        self._streams = self._loop.create_task(connecting)
-        self._expect(_START, START_TIMEOUT_S, _START_TEXT)
-        self._task = self._loop.create_task(self._receive(log or "standard error"))
-
-    async def ask(self, number: int, message: Any, timeout_s: float, doing: str) -> Any:
-        """Send a message of a job and return the answer; arguments as of `Job.send`."""
-        sent = self._expect(number, timeout_s, doing)
-        await self.write(number, message)
-        return await sent.future
+        self._streams = loop.create_task(connecting)
+        self._task = loop.create_task(self._receive(log or "standard error"))
+        loop.call_later(START_TIMEOUT_S, self._check_start)
 
     async def write(self, number: int, message: Any) -> None:
         """Send a message of a job; None closes the job."""
         data = pickle.dumps((number, message))
         (await self._streams)[1].write(len(data).to_bytes(_SIZE_BYTES) + data)
-
-    def _expect(self, number: int, timeout_s: float, doing: str) -> _Sent:
-        self.sent[number] = _Sent(self._loop.create_future(), timeout_s, doing)
-        if self._timer is None:
-            self.restart_timer()
-        return self.sent[number]
-
-    @property
-    def _head(self) -> _Sent | None:
-        """Message whose deadline runs: the oldest that is not suspended."""
-        return next((sent for sent in self.sent.values() if not sent.is_suspended), None)
-
-    def restart_timer(self) -> None:
-        """Begin the deadline of the oldest message: the worker is free for it now."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = None
-        if (head := self._head) is not None:
-            text = f"{head.doing} took longer than {head.timeout_s:g} s"
-            self._timer = self._loop.call_later(head.timeout_s, self.end, "timeout", text)
 
     async def _receive(self, output: str) -> None:
         """Receive answers until the process ends; `output` is the place of its output."""
@@ -240,10 +210,10 @@ class _Worker:
         try:
             while line := await reader.readline():
                 number, value = json.loads(line)
-                sent = self.sent.pop(number, None)
-                if sent is not None and not sent.future.done():
-                    sent.future.set_result(value)
-                self.restart_timer()
+                answer = self.answers.pop(number, None)
+                if answer is not None and not answer.done():
+                    answer.set_result(value)
+                self.free_s = time.monotonic()
         except ValueError:  # the line is too long, or no JSON
             text = f"an answer has more than {MOST_ANSWER_BYTES} bytes, or users' code wrote it"
             self.end("crash", text)
@@ -253,12 +223,21 @@ class _Worker:
             writer.transport.abort()
         self.process.join(1.0)
         code = f"exit code {self.process.exitcode}"
-        if _START in self.sent:
+        if self.free_s == math.inf:
             code = 'at its start; a script that starts one needs `if __name__ == "__main__":`'
         self.end("crash", f"its process ended ({code}); see {output}")
 
-    def end(self, name: str, text: str) -> None:
-        """Kill the process and its group; the message whose deadline runs fails by this name."""
+    def _check_start(self) -> None:
+        if self.free_s == math.inf:
+            text = f"its module was not imported within {START_TIMEOUT_S:.0f} s. Move slow work "
+            self.end("start", f"{text}from the module's top level into the function")
+
+    def end(self, name: str, text: str, number: int | None = None) -> None:
+        """Kill the process and its group; the message of this job fails by this name.
+
+        Args:
+            number: number of the job that failed; None: that of the oldest message.
+        """
         if self.is_ended:
             return
         self.is_ended = True
@@ -268,16 +247,15 @@ class _Worker:
             os.killpg(self.process.pid or 0, signal.SIGKILL)
         self.process.kill()
         self.process.join(1.0)
-        name = "start" if _START in self.sent and name != "closed" else name
+        if self.free_s == math.inf and name != "closed":
+            name = "start"
         lost = WorkerFailed("lost", f"another job ended the {self._pool.kind} worker: {text}")
-        head = self._head
-        for sent in self.sent.values():
-            if not sent.future.done():
-                is_own = sent is head or name in ("start", "closed")
-                sent.future.set_exception(WorkerFailed(name, text) if is_own else lost)
-                sent.future.exception()  # read, or asyncio warns of a job that was closed
-        self.sent.clear()
-        self.restart_timer()
+        number = next(iter(self.answers), None) if number is None else number
+        for each, answer in self.answers.items():
+            is_own = each == number or name in ("start", "closed")
+            if not answer.done():
+                answer.set_exception(WorkerFailed(name, text) if is_own else lost)
+                answer.exception()  # read, or asyncio warns of a job that was closed
         self._task.cancel()
 
 
@@ -287,6 +265,7 @@ class Job:
     def __init__(self, pool: "WorkerPool", number: int) -> None:
         self._pool, self._number = pool, number
         self._worker: _Worker | None = None
+        self._since_s = 0.0  # start of the deadline
 
     def send(self, message: Any, timeout_s: float, doing: str) -> "Future[Any]":
         """Send a message; the result of the future is the answer, or a `WorkerFailed`.
@@ -300,11 +279,11 @@ class Job:
 
     def suspend_deadline(self) -> None:
         """Suspend the deadline: the job owes an answer, but waits for the parent."""
-        self._pool.run(self._suspend(True))
+        self._since_s = math.inf
 
     def restart_deadline(self) -> None:
         """Restart the deadline of the message without an answer."""
-        self._pool.run(self._suspend(False))
+        self._since_s = time.monotonic()
 
     def close(self) -> None:
         """Give the place in the worker back. A job that has not ended is cancelled."""
@@ -317,17 +296,20 @@ class Job:
         if self._worker is None:
             self._worker = self._pool.idlest()
             self._worker.jobs.add(self._number)
-        if self._worker.is_ended:
+        worker = self._worker
+        if worker.is_ended:
             text = f"the {self._pool.kind} worker of this job was ended by another job"
             raise WorkerFailed("lost", text)
-        return await self._worker.ask(self._number, message, timeout_s, doing)
-
-    async def _suspend(self, is_suspended: bool) -> None:
-        worker = self._worker
-        if worker is not None and (sent := worker.sent.pop(self._number, None)) is not None:
-            sent.is_suspended = is_suspended
-            worker.sent[self._number] = sent
-            worker.restart_timer()
+        answer = worker.answers[self._number] = asyncio.get_running_loop().create_future()
+        self._since_s = time.monotonic()
+        await worker.write(self._number, message)
+        while not answer.done():
+            left_s = max(self._since_s, worker.free_s) + timeout_s - time.monotonic()
+            if left_s <= 0:
+                text = f"{doing} took longer than {timeout_s:g} s"
+                worker.end("timeout", text, self._number)
+            await asyncio.wait([answer], timeout=max(0.0, min(left_s, _TICK_S)))
+        return answer.result()
 
     async def leave(self) -> None:
         """Give the place back, as `close`."""
@@ -335,7 +317,7 @@ class Job:
         if worker is None or worker.is_ended or self._number not in worker.jobs:
             return
         worker.jobs.remove(self._number)
-        is_open = worker.sent.pop(self._number, None) is not None
+        is_open = worker.answers.pop(self._number, None) is not None
         if is_open and not worker.jobs:  # it may hang, and nothing else runs there
             worker.end("lost", "its job was closed")
         else:
@@ -385,7 +367,7 @@ class WorkerPool:
                 return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         coroutine.close()
         failed: Future[Any] = Future()
-        failed.set_exception(self._closed())
+        failed.set_exception(WorkerFailed("closed", f"the {self.kind} workers were closed"))
         return failed
 
     def close(self) -> None:
@@ -433,14 +415,12 @@ class WorkerPool:
         for worker in [w for w in self.workers if not w.jobs]:
             worker.end("lost", "it was idle")
 
-    def _closed(self) -> WorkerFailed:
-        return WorkerFailed("closed", f"the {self.kind} workers were closed")
-
     async def _end_all(self) -> None:
         for worker in list(self.workers):
             worker.end("closed", f"the {self.kind} workers were closed")
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        await asyncio.sleep(0)  # jobs receive their failure
+        # Jobs receive their failure before their tasks are cancelled.
+        await asyncio.wait(tasks, timeout=0.1) if tasks else None
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

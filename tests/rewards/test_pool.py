@@ -289,7 +289,7 @@ def test_imports_that_hang_or_end_the_process_are_named(monkeypatch):
     pool.close()
     monkeypatch.setattr(workers, "START_TIMEOUT_S", 1.0)
     pool = make_pool("slow_to_import:f")
-    with pytest.raises(RewardFailure, match="the import of its module .* took longer than 1 s"):
+    with pytest.raises(RewardFailure, match="its module was not imported within 1 s"):
         pool.check()
     pool.close()
 
