@@ -7,7 +7,7 @@ Invariant: every response has a result, and the results are in the order of the 
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -126,17 +126,18 @@ def _merged(
 
     A reward that does not apply (`reward_none`) is left out of the sum.
     """
-    n = len(verdicts)
+    place = {i: j for j, i in enumerate(asked)}
+
+    def spread(values: Sequence[Any], missing: Any) -> list[Any]:
+        return [values[place[i]] if i in place else missing for i in range(len(verdicts))]
+
     own = [verdict or Verdict(None, "reward_none") for verdict in verdicts]
-    rewards: list[float | None] = [None] * n
-    reasons: list[str | None] = ["reward_none"] * n
-    parts = {name: [math.nan] * n for name in scores.parts}
-    for place, i in enumerate(asked):
-        rewards[i], reasons[i] = scores.rewards[place], scores.reasons[place]
-        for name, values in scores.parts.items():
-            parts[name][i] = values[place]
     environment = ScoreResult([v.reward for v in own], [v.reason for v in own], "")
-    source = ScoreResult(rewards, reasons, scores.first_traceback)
-    found = summed(("environment", "task.reward"), (environment, source), (1.0, 1.0))
-    both = asked and any(verdict is not None for verdict in verdicts)
-    return found._replace(parts={**parts, **(found.parts if both else {})})
+    source = ScoreResult(
+        spread(scores.rewards, None),
+        spread(scores.reasons, "reward_none"),
+        scores.first_traceback,
+        {name: spread(values, math.nan) for name, values in scores.parts.items()},
+    )
+    names = ("environment", "task.reward") if asked else ("", "")
+    return summed(names, (environment, source), (1.0, 1.0))

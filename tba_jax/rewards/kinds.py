@@ -90,35 +90,33 @@ def make_source(
     from tba_jax.rewards.reward_models import RewardModel
     from tba_jax.rewards.source import WeightedSum
 
-    named, reward, weights = _named(settings, own), settings.reward, settings.task.reward_weights
+    named, reward = _named(settings, own), settings.reward
     if not named and not reward.model_path:
         return None
-    first, name, first_weight = None, named, 1.0
-    of_first = weights[:-1] if reward.model_path else weights
+    names = (named,) if named in LEARNED else part_names(split_functions(named)) if named else ()
+    num, has_model = len(names), bool(reward.model_path)
+    weights = settings.task.reward_weights or (1.0,) * (num + has_model)
+    # The processes compute the sum of several functions, and name its parts.
+    is_sum = num > 1
+    first = model = None
     if named in LEARNED:
         first = _make_victim(settings, sites)
-        first_weight = of_first[0] if of_first else 1.0
     elif named:
-        names = part_names(split_functions(named))
-        if reward.model_path and len(names) == 1:
-            name, first_weight, of_first = names[0], of_first[0] if of_first else 1.0, ()
-        elif reward.model_path:
-            name = ""  # the pool names the parts of its own sum
-        is_part = bool(reward.model_path or settings.task.environment)
-        first = make_pool(settings, named, row, of_first, is_part=is_part, logs=logs)
-    if not reward.model_path:
-        return first
-    model = RewardModel.load(
-        reward.model_path,
-        site=sites[0],
-        param_dtype=judge_dtype(sites[0]),
-        policy_tokenizer=tokenizer,
-        missing_eos=None if reward.missing_eos == math.inf else reward.missing_eos,
-    )
-    if first is None:
-        return model
-    sum_weights = first_weight, weights[-1] if weights else 1.0
-    return WeightedSum((name, "reward_model"), (first, model), sum_weights)
+        of_pool = weights[:num] if is_sum or not has_model else ()
+        is_part = has_model or bool(settings.task.environment)
+        first = make_pool(settings, named, row, of_pool, is_part=is_part, logs=logs)
+    if has_model:
+        model = RewardModel.load(
+            reward.model_path,
+            site=sites[0],
+            param_dtype=judge_dtype(sites[0]),
+            policy_tokenizer=tokenizer,
+            missing_eos=None if reward.missing_eos == math.inf else reward.missing_eos,
+        )
+    if first is None or model is None:
+        return first or model
+    first_name, first_weight = ("", 1.0) if is_sum else (names[0], weights[0])
+    return WeightedSum((first_name, "reward_model"), (first, model), (first_weight, weights[-1]))
 
 
 def make_pool(

@@ -19,8 +19,7 @@ except ImportError:
         "the reward of task math needs the package math-verify: pip install 'tba_jax[math]'"
     ) from None
 
-from tba_jax.rewards.boxed import last_boxed
-from tba_jax.rewards.messages import Content, text_of
+from tba_jax.rewards.messages import Content, last_boxed, text_of
 
 # The package warns in every process that its time limits are off.
 logging.getLogger("math_verify").setLevel(logging.ERROR)

@@ -36,6 +36,7 @@ _NUMBER = (
 )
 _NUMBERS = re.compile(_NUMBER)
 _INTEGERS = re.compile(rf"(?:{_SIGN})?[0-9]+")
+_OFFICIAL_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*|e[+-]?\d+)?|\.\d+)")
 _GSM8K_MARK = "####"
 _MARKED = re.compile(rf"{_GSM8K_MARK}[\s:=*(\\$€£]*{_NUMBER}(?P<heading>[.):][ ]+[^\W\d])?")
 
@@ -129,3 +130,28 @@ def gsm8k_reward(
             )
         rewards.append(float(gsm8k_answer(text_of(completion)) == right))
     return rewards
+
+
+def last_number_without_commas(text: str) -> float | None:
+    """Return the last number after deleting every comma, as the paper's code; None without one.
+
+    A minus between operands counts as a sign ("20-5" ends in -5), a fraction counts as two numbers,
+    and numbers after a marked answer count.
+    """
+    numbers = _OFFICIAL_NUMBER.findall(text.replace(",", ""))
+    return float(numbers[-1]) if numbers else None
+
+
+def gsm8k_official_reward(
+    prompts: Sequence[Content], completions: Sequence[Content], answer: list[str], **columns: Any
+) -> list[float]:
+    """Return 1.0 if the last numbers of response and gold solution are equal, else 0.0.
+
+    The grader of the paper's code, for comparisons; prefer `gsm8k_reward`.
+
+    References:
+        `src/gsm8k_utils.py` of github.com/bbartoldson/TBA.
+    """
+    found = [last_number_without_commas(text_of(completion)) for completion in completions]
+    gold = [last_number_without_commas(text) for text in answer]
+    return [float(x is not None and x == y) for x, y in zip(found, gold, strict=True)]

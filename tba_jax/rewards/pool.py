@@ -20,7 +20,7 @@ item that misses its deadline.
 import asyncio
 import itertools
 import math
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -63,20 +63,6 @@ class _Items(NamedTuple):
     columns: Mapping[str, Sequence[Any]]
     results: list[ScoreResult]
     metrics: dict[str, list[float]]
-
-    def accept(self, function: int, items: Sequence[int], outcome: Outcome) -> None:
-        """Record the rewards, metrics and failures of a call."""
-        n, result = len(self.columns["completions"]), self.results[function]
-        rewards = outcome.rewards or [None] * len(items)
-        reasons = outcome.reasons or [outcome.failure] * len(items)
-        for item, reward, reason in zip(items, rewards, reasons, strict=True):
-            result.rewards[item], result.reasons[item] = reward, reason
-            if reason and not result.first_traceback:
-                prompt, completion = (self.columns[x][item] for x in ("prompts", "completions"))
-                text = f"{outcome.text}\nprompt: {prompt!r:.500}\ncompletion: {completion!r:.500}"
-                result = self.results[function] = result._replace(first_traceback=text)
-            for name, value in outcome.metrics.items():
-                self.metrics.setdefault(name, [math.nan] * n)[item] = value
 
 
 class RewardPool:
@@ -152,10 +138,10 @@ class RewardPool:
         """
         if self._is_ready:
             return
-        if error := self._result(self._load_error):
+        if error := self._await(self._load_error):
             raise ValueError(error)
         if self._row is not None:
-            self._await(self._try(*self._row))
+            self._await(self._workers.run(self._try(*self._row)))
         self._is_ready = True
 
     def score(
@@ -187,7 +173,7 @@ class RewardPool:
         """
         items = self._items(prompts, completions, columns, completion_ids)
         self.check()
-        self._await(self._score(items, _groups(prompts)))
+        self._await(self._workers.run(self._score(items, _groups(prompts))))
         return self._sum(items)
 
     def on(self, site: Any) -> "RewardPool":
@@ -198,22 +184,14 @@ class RewardPool:
         """Kill all workers, even during a call; a concurrent `score` raises RuntimeError."""
         self._workers.close()
 
-    def _await(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return self._result(self._workers.run(coroutine))
-
-    def _result(self, future: "futures.Future[Any]") -> Any:
+    def _await(self, future: "futures.Future[Any]") -> Any:
         """Return the result of a coroutine on the workers' loop."""
         try:
             return future.result()
-        except BaseExceptionGroup as group:
-            error = group.exceptions[0]
-        except (WorkerFailed, futures.CancelledError) as failed:
-            error = failed
-        if isinstance(error, WorkerFailed) and error.name != "closed":
+        except (WorkerFailed, futures.CancelledError) as error:
+            if getattr(error, "name", "closed") == "closed":
+                raise RuntimeError("the reward pool was closed") from None
             raise RewardFailure(f"reward function {self.function}: {error}") from None
-        if isinstance(error, WorkerFailed | futures.CancelledError):
-            raise RuntimeError("the reward pool was closed") from None
-        raise error from None
 
     def _items(
         self,
@@ -263,26 +241,25 @@ class RewardPool:
         items = self._items([prompt], [completion], listed, [np.zeros(1, np.int32)])
         for function, name in enumerate(self._functions):
             outcome = await self._outcome(items, function, [0], min(TRIAL_S, self._timeout_s))
-            if outcome.failure == "reward_crash":
-                raise ValueError(
-                    f"reward function {name!r}: its process died on the first row; its output "
-                    "shows the cause"
-                )
-            if outcome.failure == "reward_error":
-                *_, reason = outcome.text.rstrip().splitlines()
-                if "prompt" in columns:
-                    reason += ". Prompts are chats, so a completion is a list of messages, as in "
-                    reason += "TRL: its text is completion[0]['content']"
-                raise ValueError(
-                    f"reward function {name!r} fails on the first row, with its answer as the "
-                    f"completion: {reason}\n{outcome.text.rstrip()}"
-                )
+            if outcome.failure not in ("reward_crash", "reward_error"):
+                continue
+            *_, reason = outcome.text.rstrip().splitlines()
+            if "prompt" in columns:
+                reason += ". Prompts are chats, so a completion is a list of messages, as in "
+                reason += "TRL: its text is completion[0]['content']"
+            raise ValueError(
+                f"reward function {name!r} fails on the first row, with its answer as the "
+                f"completion: {reason}\n{outcome.text.rstrip()}"
+            )
 
     async def _score(self, items: _Items, groups: Sequence[Sequence[int]]) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            for function in range(len(self._functions)):
-                for group in groups:
-                    tasks.create_task(self._score_group(items, function, group))
+        pairs = itertools.product(range(len(self._functions)), groups)
+        tasks = [asyncio.ensure_future(self._score_group(items, *pair)) for pair in pairs]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
 
     async def _score_group(self, items: _Items, function: int, group: Sequence[int]) -> None:
         """Score the items of a group together; if the call fails, without those that fail alone."""
@@ -336,7 +313,17 @@ class RewardPool:
             RewardFailure: too many items failed, or the first items of the function, one per
                 process, all timed out.
         """
-        items.accept(function, chosen, outcome)
+        result, n = items.results[function], len(items.columns["completions"])
+        rewards = outcome.rewards or [None] * len(chosen)
+        reasons = outcome.reasons or [outcome.failure] * len(chosen)
+        for item, reward, reason in zip(chosen, rewards, reasons, strict=True):
+            result.rewards[item], result.reasons[item] = reward, reason
+            if reason and not result.first_traceback:
+                prompt, completion = (items.columns[x][item] for x in ("prompts", "completions"))
+                text = f"{outcome.text}\nprompt: {prompt!r:.500}\ncompletion: {completion!r:.500}"
+                result = items.results[function] = result._replace(first_traceback=text)
+            for name, value in outcome.metrics.items():
+                items.metrics.setdefault(name, [math.nan] * n)[item] = value
         if outcome.failure == "reward_timeout" and not self._has_met[function]:
             self._missed[function] += 1
             if self._missed[function] >= max(2, self._num_workers):  # one item alone may be hard
@@ -346,15 +333,14 @@ class RewardPool:
                     f"{self._timeout_s} s. Raise --config.reward.timeout_s. First failure:\n"
                     f"{outcome.text}"
                 )
-        result = self._sum(items)
-        reasons, n = result.reasons, len(result.reasons)
-        num_failed = n - sum(map(reasons.count, self._harmless))
+        whole = self._sum(items)
+        num_failed = n - sum(map(whole.reasons.count, self._harmless))
         if num_failed > self._max_failure_rate * n:
-            counts = {r: reasons.count(r) for r in dict.fromkeys(reasons) if r}
+            counts = {r: whole.reasons.count(r) for r in dict.fromkeys(whole.reasons) if r}
             raise RewardFailure(
                 f"reward function {self.function} failed on {num_failed} of {n} items {counts}, "
                 f"above reward.max_failure_rate = {self._max_failure_rate}. First failure:\n"
-                f"{result.first_traceback}"
+                f"{whole.first_traceback}"
             )
 
 

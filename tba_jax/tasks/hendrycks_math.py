@@ -7,7 +7,7 @@ Invariant: MATH-500 problems are never trained on.
 import functools
 from collections.abc import Sequence
 
-from tba_jax.rewards.boxed import last_boxed
+from tba_jax.rewards.messages import last_boxed
 from tba_jax.tasks.rows import Row, Rows, RowTask
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tba_jax.rewards.boxed import last_boxed
+from tba_jax.rewards.messages import last_boxed
 from tba_jax.rewards.pool import RewardPool
 
 pytest.importorskip("math_verify", reason="math-verify is not installed")

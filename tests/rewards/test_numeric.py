@@ -10,9 +10,12 @@ from tba_jax.rewards.numeric import (
     arithmetic_reward,
     gsm8k_answer,
     gsm8k_gold,
+    gsm8k_official_reward,
     gsm8k_reward,
     last_number,
+    last_number_without_commas,
 )
+from tba_jax.tasks.gsm8k import GSM8KOfficial
 
 GSM8K = os.path.join(os.path.dirname(__file__), "..", "..", "..", "shared", "data", "gsm8k")
 
@@ -119,6 +122,31 @@ def test_chat_messages_are_graded_as_their_text():
 def test_gsm8k_gold_without_a_number_is_refused():
     with pytest.raises(ValueError, match="gold solution 'none' has no number"):
         gsm8k_reward(prompts=[""], completions=["4"], answer=["none"])
+
+
+@pytest.mark.parametrize(
+    ("text", "official", "ours"),
+    [
+        ("so 1,234 in all", 1234, 1234),
+        ("3.50 dollars", 3.5, 3.5),
+        ("1e3", 1000, 1000),
+        ("#### 72. Next: 5", 5, 72),
+        ("20-5", -5, 5),
+        ("1/2", 2, 0.5),
+        ("3,4", 34, 4),
+        ("none", None, None),
+    ],
+)
+def test_the_last_number_without_commas(text, official, ours):
+    assert (last_number_without_commas(text), gsm8k_answer(text)) == (official, ours)
+
+
+def test_rewards_and_the_prompt_are_those_of_the_code():
+    gold = ["48+24\n#### 72", "#### 1,000"]
+    assert gsm8k_official_reward(["", ""], ["it is 72.", "a 1000 or 2"], gold) == [1.0, 0.0]
+    assert gsm8k_official_reward([""], ["no idea"], ["#### 3"]) == [0.0]
+    prompt, _ = GSM8KOfficial.problem({"question": "1+1?", "answer": "#### 2"})
+    assert prompt == "[MATH TASK] Problem:\n1+1?\n\nSolution:\n"
 
 
 @pytest.mark.skipif(not os.path.isdir(GSM8K), reason="../shared/data/gsm8k is absent")
