@@ -135,7 +135,8 @@ def make_handler(functions: Sequence[str]) -> Handler:
     A message is (function of this module, *arguments); a failed import is reported by `load_error`.
     """
     _load.cache_clear()  # a notebook may define another function of the same name
-    load_error(functions, None)
+    for function in functions:
+        load_error(function, None)
 
     async def handle(exchange: Exchange, message: Any) -> None:
         exchange.answer(await run(*message))
@@ -149,30 +150,26 @@ async def run(function: Callable[..., Any], *arguments: Any) -> Any:
     return await result if inspect.isawaitable(result) else result
 
 
-def load_error(functions: Sequence[str], columns: Collection[str] | None) -> str:
-    """Return why one of the functions cannot be used; "" if all can be used.
+def load_error(function: str, columns: Collection[str] | None) -> str:
+    """Return why a function cannot be used; "" if it can be used.
 
     Args:
-        columns: names of the data's columns; None: unknown, so arguments of functions are not
+        columns: names of the data's columns; None: unknown, so arguments of the function are not
             checked.
     """
-    for function in functions:
-        try:
-            required = _load(function).required
-        except BaseException as error:  # users' code may even call sys.exit()
-            return f"reward function {function!r} cannot be loaded: {_why(function, error)}"
-        if columns is None:
-            continue
-        for name in required:
-            subject = f"reward function {function!r} needs"
-            if name in _STANDARD or (name in columns and name != "prompt"):
-                continue
-            if name in _REFUSED:
-                return f"{subject} TRL's argument {name!r}: {_REFUSED[name]}"
-            others = ", ".join(sorted(c for c in columns if c != "prompt")) or "none"
+    subject = f"reward function {function!r}"
+    try:
+        required = _load(function).required
+    except BaseException as error:  # users' code may even call sys.exit()
+        return f"{subject} cannot be loaded: {_why(function, error)}"
+    own = {*(columns or ())} - {"prompt"}
+    for name in required if columns is not None else ():
+        if name in _REFUSED:
+            return f"{subject} needs TRL's argument {name!r}: {_REFUSED[name]}"
+        if name not in _STANDARD and name not in own:
             return (
-                f"{subject} the argument {name!r}, but the data has no such column. Its columns "
-                f"are: {others}"
+                f"{subject} needs the argument {name!r}, but the data has no such column. Its "
+                f"columns are: {', '.join(sorted(own)) or 'none'}"
             )
     return ""
 

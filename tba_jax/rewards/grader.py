@@ -139,5 +139,5 @@ def _merged(
         scores.first_traceback,
         {name: spread(values, math.nan) for name, values in scores.parts.items()},
     )
-    names = ("environment", "task.reward") if asked else ("", "")
-    return summed(names, (environment, source), (1.0, 1.0))
+    both = (environment, source) if asked else (environment,)
+    return summed(("environment", "task.reward")[: len(both)], both, (1.0,) * len(both))

@@ -19,7 +19,6 @@ from tba_jax.settings import GIVEN, need
 if TYPE_CHECKING:
     from tba_jax.devices.site import Site
     from tba_jax.models.tokenizer import Tokenizer
-    from tba_jax.rewards.pool import RewardPool
     from tba_jax.rewards.source import RewardSource
 
 START_MODEL = "embedded:start_model"
@@ -88,60 +87,59 @@ def make_source(
     """
     from tba_jax.rewards.batches import judge_dtype
     from tba_jax.rewards.reward_models import RewardModel
-    from tba_jax.rewards.source import WeightedSum
 
     named, reward = _named(settings, own), settings.reward
-    if not named and not reward.model_path:
-        return None
-    names = (named,) if named in LEARNED else part_names(split_functions(named)) if named else ()
-    num, has_model = len(names), bool(reward.model_path)
-    weights = settings.task.reward_weights or (1.0,) * (num + has_model)
-    # The processes compute the sum of several functions, and name its parts.
-    is_sum = num > 1
-    first = model = None
+    sources: dict[str, RewardSource] = {}
     if named in LEARNED:
-        first = _make_victim(settings, sites)
+        sources[named] = _make_victim(settings, sites)
     elif named:
-        of_pool = weights[:num] if is_sum or not has_model else ()
-        is_part = has_model or bool(settings.task.environment)
-        first = make_pool(settings, named, row, of_pool, is_part=is_part, logs=logs)
-    if has_model:
-        model = RewardModel.load(
+        sources |= _make_functions(settings, named, row, logs)
+    if reward.model_path:
+        sources["reward_model"] = RewardModel.load(
             reward.model_path,
             site=sites[0],
             param_dtype=judge_dtype(sites[0]),
             policy_tokenizer=tokenizer,
             missing_eos=None if reward.missing_eos == math.inf else reward.missing_eos,
         )
-    if first is None or model is None:
-        return first or model
-    first_name, first_weight = ("", 1.0) if is_sum else (names[0], weights[0])
-    return WeightedSum((first_name, "reward_model"), (first, model), (first_weight, weights[-1]))
+    if len(sources) < 2 and (not named or named in LEARNED):
+        return next(iter(sources.values()), None)
+    return _sum(settings, sources, settings.task.reward_weights)
 
 
-def make_pool(
-    settings: Any,
-    functions: str,
-    row: Row,
-    weights: Sequence[float] = (),
-    *,
-    is_part: bool = False,
-    logs: Path | None = None,
-) -> "RewardPool":
-    """Make the processes of reward functions; arguments as of `RewardPool`."""
-    from tba_jax.rewards.pool import RewardPool
+def make_judge(settings: Any, functions: str, row: Row, logs: Path | None) -> "RewardSource":
+    """Make the sum of reward functions that judge an evaluation; arguments as of `make_source`."""
+    return _sum(settings, _make_functions(settings, functions, row, logs), ())
 
-    is_importable = GIVEN.keys().isdisjoint(split_functions(functions))
-    return RewardPool(
-        functions,
-        num_workers=(settings.reward.num_workers or workers_by_cores()) if is_importable else 0,
-        timeout_s=settings.reward.timeout_s,
-        max_failure_rate=settings.reward.max_failure_rate,
-        weights=weights,
-        row=row,
-        is_part=is_part,
-        logs=logs,
+
+def _sum(
+    settings: Any, sources: "Mapping[str, RewardSource]", weights: Sequence[float]
+) -> "RewardSource":
+    from tba_jax.rewards.source import WeightedSum
+
+    return WeightedSum(
+        tuple(sources),
+        tuple(sources.values()),
+        weights or (1.0,) * len(sources),
+        # A victim rejects attacks that are too long, which is no failure.
+        1.0 if VICTIM in sources else settings.reward.max_failure_rate,
+        is_part=bool(settings.task.environment),
     )
+
+
+def _make_functions(
+    settings: Any, functions: str, row: Row, logs: Path | None
+) -> "dict[str, RewardSource]":
+    from tba_jax.rewards.pool import RewardPool, start_workers
+
+    names = split_functions(functions)
+    is_importable = GIVEN.keys().isdisjoint(names)
+    num_workers = (settings.reward.num_workers or workers_by_cores()) if is_importable else 0
+    workers, timeout_s = start_workers(functions, num_workers, logs), settings.reward.timeout_s
+    return {
+        part: RewardPool(name, timeout_s=timeout_s, row=row, workers=workers)
+        for part, name in zip(part_names(names), names, strict=True)
+    }
 
 
 def workers_by_cores() -> int:

@@ -6,6 +6,7 @@ response gets a reward or a named reason.
 """
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -84,20 +85,47 @@ class RewardSource(Protocol):
         ...
 
 
+class RewardFailure(RuntimeError):
+    """Reward functions cannot start, or fail too often; the message has the cause."""
+
+
 class WeightedSum(NamedTuple):
-    """The weighted sum of reward sources; a reward source."""
+    """The weighted sum of reward sources, which stops a run if too many items fail.
+
+    Attributes:
+        max_failure_rate: share of the items of a call that may fail.
+        is_part: whether an environment adds its rewards; items to which no source applies are then
+            no failures.
+    """
 
     names: Sequence[str]
     sources: Sequence[RewardSource]
     weights: Sequence[float]
+    max_failure_rate: float = 1.0
+    is_part: bool = False
 
     def check(self) -> None:
         for source in self.sources:
             source.check()
 
     def score(self, *responses: Any, **options: Any) -> ScoreResult:
+        """Score the responses, as `RewardSource.score`.
+
+        Raises:
+            RewardFailure: more than `max_failure_rate` of the items failed.
+        """
         results = [source.score(*responses, **options) for source in self.sources]
-        return summed(self.names, results, self.weights)
+        found = summed(self.names, results, self.weights)
+        harmless = (None, "reward_none") if self.is_part else (None,)
+        counts = Counter(reason for reason in found.reasons if reason not in harmless)
+        n = len(found.reasons)
+        if counts.total() > self.max_failure_rate * n:
+            raise RewardFailure(
+                f"reward {', '.join(self.names)} failed on {counts.total()} of {n} items "
+                f"{dict(counts)}, above reward.max_failure_rate = {self.max_failure_rate}. First "
+                f"failure:\n{found.first_traceback}"
+            )
+        return found
 
     def on(self, site: "Site") -> "WeightedSum":
         return self._replace(sources=[source.on(site) for source in self.sources])
@@ -113,10 +141,8 @@ def summed(
     """Return the weighted sum of several rewards of the same items.
 
     An item on which one reward fails has no reward: a partial sum would be a different reward. A
-    reward that does not apply to an item (`reward_none`) is left out of the item's sum.
-
-    Args:
-        names: name of each reward among the parts of the sum; "": not a part, but a sum itself.
+    reward that does not apply to an item (`reward_none`) is left out of the item's sum. The parts
+    of a sum of one reward are those of the reward.
     """
     rewards: list[float | None] = []
     reasons: list[str | None] = []
@@ -130,7 +156,7 @@ def summed(
     parts: dict[str, Sequence[float]] = {}
     for name, result in zip(names, results, strict=True):
         parts.update(result.parts)
-        if len(results) > 1 and name:
+        if len(results) > 1:
             parts[name] = [math.nan if value is None else value for value in result.rewards]
     tracebacks = [result.first_traceback for result in results if result.first_traceback]
     # A reward that does not apply to some items needs no traceback.

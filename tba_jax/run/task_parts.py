@@ -29,7 +29,7 @@ from tba_jax.rewards.batches import judge_dtype
 from tba_jax.rewards.grader import Grader
 from tba_jax.rewards.kinds import (
     LEARNED,
-    make_pool,
+    make_judge,
     make_source,
     reward_models,
     workers_by_cores,
@@ -162,7 +162,7 @@ def make_gold(
         return RewardModel.load(
             model, site=site, param_dtype=dtype, policy_tokenizer=policy_tokenizer
         )
-    return make_pool(config, function, first_row(task), logs=logs)
+    return make_judge(config, function, first_row(task), logs)
 
 
 def reward_functions(config: Config) -> list[str]:
@@ -181,13 +181,7 @@ def try_rewards(config: Config, task: Task) -> None:
         ValueError, RewardFailure: a function cannot be used.
     """
     for function in reward_functions(config):
-        pool = RewardPool(
-            function,
-            num_workers=1,
-            timeout_s=config.reward.timeout_s,
-            max_failure_rate=1.0,
-            row=first_row(task),
-        )
+        pool = RewardPool(function, timeout_s=config.reward.timeout_s, row=first_row(task))
         try:
             pool.check()
         finally:

@@ -6,7 +6,6 @@ import math
 import os
 import textwrap
 
-import numpy as np
 import pytest
 
 from tba_jax.rewards.functions import (
@@ -17,7 +16,6 @@ from tba_jax.rewards.functions import (
     split_functions,
 )
 from tba_jax.rewards.pool import RewardPool
-from tba_jax.rewards.source import part_means
 
 FUNCTIONS = '''
 import asyncio
@@ -154,17 +152,12 @@ def test_a_file_hides_no_module_of_that_name(path):
 )
 def test_what_cannot_be_used_is_said_at_the_start(path, function, columns, message):
     name = function.format(path=path, folder=os.path.dirname(path))
-    pool = RewardPool(
-        f"tba_jax.rewards.numeric:gsm8k_reward,{name}",
-        num_workers=1,
-        timeout_s=5.0,
-        max_failure_rate=1.0,
-        row=None if columns is None else ("", dict.fromkeys((*columns, "answer"), "")),
-    )
+    row = None if columns is None else ("", dict.fromkeys((*columns, "answer"), ""))
+    pool = RewardPool(name, timeout_s=5.0, row=row)
     with pytest.raises(ValueError, match=message):
         pool.check()
     pool.close()
-    assert load_error((f"{path}:optional",), ()) == ""
+    assert load_error(f"{path}:optional", ()) == ""
 
 
 def test_names_of_several_functions():
@@ -175,29 +168,8 @@ def test_names_of_several_functions():
             split_functions(text)
 
 
-def make_pool(path, *names, weights=()):
-    return RewardPool(
-        ",".join(f"{path}:{name}" for name in names),
-        num_workers=1,
-        timeout_s=1.0,
-        max_failure_rate=1.0,
-        weights=weights,
-    )
-
-
-def test_weighted_sum_of_the_functions_that_apply(path):
-    pool = make_pool(path, "length", "sometimes", "only_ids", weights=(1.0, 10.0, 0.5))
-    texts = ["ab", "skip", "abc"]
-    ids = [np.array([2], np.int32), np.array([2, 2], np.int32), np.array([], np.int32)]
-    result = pool.score([""] * 3, texts, {}, completion_ids=ids)
-    assert result.rewards == [2 + 10 + 1.0, 4 + 2.0, 3 + 10.0]
-    assert result.reasons == [None] * 3 and result.first_traceback == ""
-    assert list(result.parts) == ["length", "sometimes", "only_ids"]
-    assert result.parts["length"] == [2.0, 4.0, 3.0]
-    assert math.isnan(result.parts["sometimes"][1])
-    means = part_means(result.parts)
-    assert means["reward_part_sometimes"] == 1.0 and means["reward_part_length"] == 3.0
-    pool.close()
+def make_pool(path, name):
+    return RewardPool(f"{path}:{name}", timeout_s=1.0)
 
 
 def test_values_of_log_metric_are_parts_of_the_reward(path):
@@ -227,13 +199,7 @@ def test_a_function_of_texts_is_told_that_completions_of_chats_are_messages(tmp_
     )
     chat = [{"role": "user", "content": "a"}]
     for columns, is_chat in (({"answer": "a", "prompt": chat}, True), ({"answer": ""}, False)):
-        pool = RewardPool(
-            f"{path}:first",
-            num_workers=1,
-            timeout_s=5.0,
-            max_failure_rate=1.0,
-            row=("a", columns),
-        )
+        pool = RewardPool(f"{path}:first", timeout_s=5.0, row=("a", columns))
         with pytest.raises(ValueError, match="fails on the first row") as error:
             pool.check()
         assert ("its text is completion[0]['content']" in str(error.value)) == is_chat

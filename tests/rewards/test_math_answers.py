@@ -75,9 +75,7 @@ def test_written_pairs_get_their_verdicts():
 def test_a_comparison_that_never_ends_is_a_timeout_not_a_zero():
     pool = RewardPool(
         "tba_jax.rewards.math_answers:math_reward",
-        num_workers=1,
         timeout_s=2.0,  # a sound comparison takes milliseconds, also on a busy machine
-        max_failure_rate=1.0,
     )
     # All of these keep sympy busy for longer than anybody waits.
     endless = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{\sum_{k=1}^{10^9} \frac{1}{k}}"]

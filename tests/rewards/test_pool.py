@@ -14,7 +14,8 @@ import pytest
 
 from tba_jax import workers
 from tba_jax.rewards import pool as pool_module
-from tba_jax.rewards.pool import RewardFailure, RewardPool
+from tba_jax.rewards.pool import RewardPool, start_workers
+from tba_jax.rewards.source import RewardFailure
 
 TIMEOUT_S = 1.0
 
@@ -48,10 +49,6 @@ def score_one(text):
             os._exit(1)
     if text == "pid":
         return os.getpid()
-    if text.startswith("clear"):
-        sys.modules.clear()
-        if text == "clear and raise":
-            raise KeyError("cleared")
     if text.startswith("print "):
         print(text, flush=True)
         subprocess.run("echo of a child 1>&2", shell=True)
@@ -124,9 +121,11 @@ def folder(tmp_path_factory):
     os.chdir(before)
 
 
-def make_pool(function="user_rewards:by_text", **options):
-    defaults = {"num_workers": 1, "timeout_s": TIMEOUT_S, "max_failure_rate": 1.0}
-    return RewardPool(function, **{**defaults, **options})
+def make_pool(
+    function="user_rewards:by_text", num_workers=1, timeout_s=TIMEOUT_S, logs=None, row=None
+):
+    workers = start_workers(function, num_workers, logs)
+    return RewardPool(function, timeout_s=timeout_s, row=row, workers=workers)
 
 
 @pytest.fixture(scope="module")
@@ -252,21 +251,6 @@ def test_a_process_killed_while_idle_loses_nothing():
     pool.close()
 
 
-def test_too_many_failures_stop_the_run_with_the_first_traceback():
-    pool = make_pool(max_failure_rate=0.25)
-    assert score(pool, ["raise"] + ["a"] * 3).reasons.count("reward_error") == 1
-    with pytest.raises(RewardFailure) as error:
-        score(pool, ["raise", "nan"] + ["a"] * 2)
-    assert "2 of 4 items {'reward_error': 1, 'reward_nan': 1}" in str(error.value)
-    assert "max_failure_rate = 0.25" in str(error.value)
-    # Before every item was tried; the pool is still good.
-    pool._has_met[0], pool._max_failure_rate = True, 0.1
-    with pytest.raises(RewardFailure, match="on 1 of 6 items {'reward_timeout': 1}"):
-        score(pool, ["hang"] * 6)
-    assert score(pool, ["abc"]).rewards == [3.0]
-    pool.close()
-
-
 @pytest.mark.parametrize(
     ("function", "message"),
     [
@@ -314,9 +298,7 @@ def test_processes_die_with_a_killed_parent(folder, text):
         import time
         from tba_jax.rewards.pool import RewardPool
         if __name__ == "__main__":
-            pool = RewardPool(
-                "user_rewards:by_text", num_workers=1, timeout_s=600.0, max_failure_rate=1.0
-            )
+            pool = RewardPool("user_rewards:by_text", timeout_s=600.0)
             print(int(pool.score([""], ["pid"], {}).rewards[0]), flush=True)
             pool.score([""], ["TEXT"], {})
             time.sleep(600)

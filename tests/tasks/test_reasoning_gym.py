@@ -35,7 +35,7 @@ def test_problems_depend_on_split_and_index_alone(chain_sum):
 
 
 def test_answers_are_scored_by_the_data_set(chain_sum):
-    pool = RewardPool(chain_sum.reward, num_workers=1, timeout_s=10.0, max_failure_rate=1.0)
+    pool = RewardPool(chain_sum.reward, timeout_s=10.0)
     prompt, columns = chain_sum.problem("eval", 3)
     right = columns["answer"]
     texts = [
