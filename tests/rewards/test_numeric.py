@@ -145,7 +145,7 @@ def test_rewards_and_the_prompt_are_those_of_the_code():
     gold = ["48+24\n#### 72", "#### 1,000"]
     assert gsm8k_official_reward(["", ""], ["it is 72.", "a 1000 or 2"], gold) == [1.0, 0.0]
     assert gsm8k_official_reward([""], ["no idea"], ["#### 3"]) == [0.0]
-    prompt, _ = GSM8KOfficial.problem({"question": "1+1?", "answer": "#### 2"})
+    prompt = GSM8KOfficial.text.format(question="1+1?")
     assert prompt == "[MATH TASK] Problem:\n1+1?\n\nSolution:\n"
 
 
