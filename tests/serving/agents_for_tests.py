@@ -61,9 +61,9 @@ def with_verifiers(base_url, row):
     """A taskset of verifiers whose harness drops its history, in another interpreter."""
     script = Path(__file__).with_name("verifiers_tasksets.py")
     command = [os.environ["AGENT_PYTHON"], str(script), base_url, os.environ["AGENT_MODEL"]]
-    done = subprocess.run([*command, "compacted"], capture_output=True, text=True)
+    done = subprocess.run([*command, "policy", "1"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    (trace,) = json.loads(done.stdout)["compacted"]
+    (trace,) = json.loads(done.stdout)
     return trace["reward"] + len(row["prompt"]) / 100
 
 

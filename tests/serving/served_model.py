@@ -27,6 +27,7 @@ MAX_LENGTH = 256
 NUM_SLOTS = 8
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }}{{ '=' if m.role != 'assistant' else ':' }}{% endfor %}"
+    "{{ ending }}"
 )
 
 

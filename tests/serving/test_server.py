@@ -14,9 +14,9 @@ from served_model import NUM_SLOTS, ServedModel, folder_with_template
 
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.run.model_parts import START_MODEL
-from tba_jax.serving.server import MAX_BODY_BYTES
 
 PROMPT = [1, 28, 16, 26, 18, 24, 34]
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
 
 
 @pytest.fixture(scope="module")
@@ -170,16 +170,11 @@ def test_a_bad_request_is_refused_in_one_line(model, path, body, status, message
     assert message in answer["error"]["message"] and "\n" not in answer["error"]["message"]
 
 
-def test_variables_of_the_chat_template_are_honoured(tmp_path):
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '=' if is_short else '+1=' }}"
-    model = ServedModel(folder_with_template(tmp_path, template))
-    body = {"messages": [{"role": "user", "content": "7"}], "max_tokens": 1}
-    found = []
-    with model.running():
-        for is_short in (True, False):
-            own = {**body, "chat_template_kwargs": {"is_short": is_short}, "return_token_ids": True}
-            found.append(model.post("/v1/chat/completions", own)[1]["prompt_token_ids"])
-    assert [model.tokenizer.decode(ids) for ids in found] == ["7=", "7+1="]
+def test_variables_of_the_chat_template_are_honoured(model):
+    body = {**ASKS["chat/completions"], "max_tokens": 1, "return_token_ids": True}
+    body |= {"messages": [{"role": "user", "content": "7"}], "chat_template_kwargs": {"ending": 1}}
+    found = model.post("/v1/chat/completions", body)[1]["prompt_token_ids"]
+    assert model.tokenizer.decode(found) == "7=1"
 
 
 @pytest.mark.parametrize("path", ["/pause", "/resume", "/v1/completions"])
@@ -192,15 +187,9 @@ def test_a_web_page_cannot_write(model, path):
 
 def test_a_large_body_is_refused_and_half_a_body_costs_nothing(model):
     assert model.post("/v1/completions", b" " * 10 * 2**20)[0] == 413
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
     for more in (b"Content-Length: 100\r\n\r\n{", b"Transfer-Encoding: chunked\r\n\r\n5\r\n{"):
         with socket.create_connection(("127.0.0.1", model.server.port)) as link:
-            link.sendall(head + more)
-    size = MAX_BODY_BYTES // 2
-    chunk = b"%x\r\n" % size + b" " * size + b"\r\n"
-    with socket.create_connection(("127.0.0.1", model.server.port)) as link:
-        link.sendall(head + b"Transfer-Encoding: chunked\r\n\r\n" + 3 * chunk + b"0\r\n\r\n")
-        assert b" 413 " in link.recv(100)
+            link.sendall(HEAD + more)
     assert model.post("/v1/completions", {"prompt": "1", "max_tokens": 1})[0] == 200
 
 
@@ -208,9 +197,8 @@ def test_a_client_that_vanishes_frees_its_slots(model):
     body = {"prompt": "1+1=", "max_tokens": 250, "min_tokens": 250, "n": 100}
     data = json.dumps({**body, "stream": True}).encode()
     before = model.session.statistics.tokens
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", model.server.port)) as link:
-        link.sendall(head + b"Content-Length: %d\r\n\r\n" % len(data) + data)
+        link.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(data) + data)
         eventually(lambda: not model.session.is_idle)
     eventually(lambda: model.session.is_idle)
     assert model.session.statistics.tokens - before < 50 * 250  # 100 samples have twice as many

@@ -151,19 +151,12 @@ def test_a_failed_request_is_counted_by_name_and_sent_again(model, client, capfd
     assert line.endswith(f"; 1 request(s) failed as {name}")
 
 
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [
-        (400, "HTTP 400 from /completions: .*server_refused; 1 attempts"),
-        (500, "server_down; . attempts in 1 s.*run the same command again to continue"),
-    ],
-)
-def test_a_failure_that_stays_ends_the_run_in_time(model, client, fault, message):
+def test_a_failure_that_stays_ends_the_run_in_time(model, client):
     session = session_of(model, client(timeout_s=0.5))
-    model.always = fault
+    model.always = 500
     session.submit(PROMPT, keys_of(5), SETTINGS)
     start_s = time.monotonic()
-    with pytest.raises(ServerError, match=message):
+    with pytest.raises(ServerError, match="in 1 s.*run the same command again to continue"):
         list(session.run())
     assert time.monotonic() - start_s < 15.0
 

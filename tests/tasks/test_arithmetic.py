@@ -6,7 +6,6 @@ import sys
 
 import pytest
 
-from tba_jax.rewards.numeric import arithmetic_reward
 from tba_jax.tasks import arithmetic
 
 TASK = arithmetic.Arithmetic()
@@ -65,14 +64,6 @@ def test_evaluation_expressions_are_distinct_and_never_in_training():
     train = {arithmetic.problem(i, "train")[0] for i in range(20_000)}
     assert len(train) > 19_800  # repeats are possible and rare
     assert not held_out & train
-
-
-def test_worked_responses_grade_right():
-    for i in range(200):
-        expression, answer = arithmetic.problem(i, "train")
-        text = ":" + ",".join(map(str, arithmetic.running_totals(expression)))
-        assert TASK.response_kind(text) == "worked"
-        assert arithmetic_reward([expression], [text], [str(answer)]) == [1.0]
 
 
 @pytest.mark.parametrize(

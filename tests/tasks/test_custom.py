@@ -3,10 +3,8 @@
 
 import json
 
-import numpy as np
 import pytest
 
-from tba_jax.search.prompts import PromptReader
 from tba_jax.tasks.registry import get_task
 
 
@@ -43,17 +41,11 @@ def test_rows_are_held_out_by_their_prompts_alone(tmp_path):
     assert {p for p, _ in problems(get_task("custom", path, 30))[1]} > {p for p, _ in held_out}
 
 
-@pytest.mark.parametrize(
-    ("num_held_out", "message"),
-    [
-        (0, "task.num_eval_prompts=0: .* has no test split"),
-        (3, "task.num_eval_prompts=3: .* has 3 rows and no test split, so no row is left"),
-    ],
-)
-def test_a_split_that_cannot_be_made(tmp_path, num_held_out, message):
+def test_a_split_that_cannot_be_made(tmp_path):
     path = write(tmp_path / "a.jsonl", [{"prompt": f"p{i}"} for i in range(3)])
-    with pytest.raises(ValueError, match=message):
-        get_task("custom", path, num_held_out).size("train")
+    for num, message in ((0, "has no test split"), (3, "has 3 rows and no test split, so no row")):
+        with pytest.raises(ValueError, match=f"task.num_eval_prompts={num}: .* {message}"):
+            get_task("custom", path, num).size("train")
 
 
 CHAT = [{"role": "user", "content": "1+1?"}]
@@ -71,30 +63,6 @@ def test_texts_become_a_users_messages_and_chats_stay_as_they_are(tmp_path):
             assert more == {**columns, "prompt": messages}
     path = write(tmp_path / "b.jsonl", [{"prompt": [*CHAT, *CHAT]}, {"prompt": CHAT}])
     assert problems(get_task("custom", path, 1, chat=True)) == problems(get_task("custom", path, 1))
-
-
-class ChatTokenizer:
-    """One id per character; the template writes role and content in brackets."""
-
-    def encode(self, text, add_bos):
-        return np.array([1] * add_bos + [ord(c) for c in text], np.int32)
-
-    def format_chat(self, messages):
-        if messages[0]["role"] == "system":
-            raise ValueError("this template knows no system role")
-        return "".join(f"[{m['role']}|{m['content']}]" for m in messages)
-
-
-def test_chats_are_formatted_for_the_model_and_kept_for_the_reward(tmp_path):
-    rows = [{"prompt": CHAT, "target": "2"}, {"prompt": [{**CHAT[0], "content": "1+2?"}]}]
-    rows[1]["target"] = "3"
-    task = get_task("custom", write(tmp_path / "a.jsonl", rows), 1)
-    prompt = PromptReader(task, ChatTokenizer(), 40).read("train", 0)
-    assert prompt is not None
-    (message,) = prompt.columns["prompt"]
-    assert prompt.text == f"[user|{message['content']}]"
-    assert prompt.tokens.tolist() == [*map(ord, prompt.text)]  # a template is complete
-    assert prompt.columns["target"] == {"1+1?": "2", "1+2?": "3"}[message["content"]]
 
 
 @pytest.mark.parametrize(

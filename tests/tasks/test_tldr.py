@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """TL;DR: the real task's rows, the miniature's posts and gold reward, and its embedded models."""
 
-import itertools
 import json
-from collections import Counter
 
 import jax
 import numpy as np
@@ -12,7 +10,7 @@ from jax.sharding import Mesh
 
 from tba_jax.devices.site import Site
 from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.rewards.digests import gold_reward, gold_score
+from tba_jax.rewards.digests import gold_score
 from tba_jax.rewards.reward_models import RewardModel
 from tba_jax.tasks import tldr_toy
 from tba_jax.tasks.registry import get_task
@@ -28,13 +26,8 @@ def test_rows_of_the_data_set_are_prompts_with_a_human_reference(tmp_path):
     assert task.problem("eval", 0)[1] == {"answer": " other"}
     assert task.response_kind(" one\ntwo") == "several_paragraphs"
     messages, columns = get_task("tldr", str(tmp_path), chat=True).problem("train", 0)
-    assert messages == [
-        {
-            "role": "user",
-            "content": "Write the TL;DR of this Reddit post, as its author would: one short "
-            "paragraph.\n\nSUBREDDIT: r/x\n\nPOST: long",
-        }
-    ]
+    (message,) = messages
+    assert message["content"].endswith("one short paragraph.\n\nSUBREDDIT: r/x\n\nPOST: long")
     assert columns == {"answer": " short", "prompt": messages}
     (tmp_path / "train.jsonl").write_text('{"prompt": "x"}\n')
     with pytest.raises(
@@ -50,18 +43,6 @@ def test_posts_are_the_same_on_every_machine():
     posts = [tldr_toy.problem(i, s)[0] for s in ("train", "eval") for i in range(500)]
     assert len(set(posts)) == 1000
     assert {len(post) for post in posts} == {tldr_toy.POST_CHARS}
-
-
-def test_the_best_digest_names_what_occurs_twice_once():
-    """Against every digest of up to four letters."""
-    post = "aaaaaaaaaaaabbbbbbbbccdn"
-    best = "".join(letter for letter, count in Counter(post).items() if count >= 2)
-    assert best == "abc"
-    digests = ("".join(d) for n in range(5) for d in itertools.product("abcdnz", repeat=n))
-    scores = {d: gold_score(post, d) for d in digests}
-    winners = {d for d, score in scores.items() if score >= scores["abc"] - 1e-12}
-    assert winners == {"".join(d) for d in itertools.permutations("abc")}
-    assert gold_reward([f"{post}:"], ["abc"]) == [pytest.approx(22 / 24 - 0.18)]
 
 
 def test_embedded_reward_model_learned_something_but_not_the_gold_reward():
