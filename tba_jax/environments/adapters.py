@@ -26,8 +26,6 @@ from tba_jax.workers import Exchange, Handler
 
 BASE_URL = "base_url"
 """First argument of an agent, and name of the row's column that has its value."""
-MOST_CHARACTERS = 2**18
-"""Maximum length of an observation; a longer observation is a failure."""
 ERROR = "error: "
 """Start of the result of a failed tool call."""
 
@@ -56,14 +54,10 @@ class Policy:
         Returns:
             (text, tool calls) of the policy's next turn; None if the episode has reached a limit.
         """
-        for observation in (text, "".join(results)):
-            if observation is not None and not isinstance(observation, str):
-                kind = type(observation).__name__
-                reason = f"the observation is a {kind}; return a text or None"
-                raise _Failure("environment_type", reason)
-            if observation is not None and len(observation) > MOST_CHARACTERS:
-                reason = f"the observation has {len(observation):,} characters; return at most "
-                raise _Failure("environment_flood", f"{reason}{MOST_CHARACTERS:,}")
+        if not isinstance(text, str | None):
+            kind = type(text).__name__
+            reason = f"the observation is a {kind}; return a text or None"
+            raise _Failure("environment_type", reason)
         return await self._exchange.answer_and_wait({"text": text or "", "results": list(results)})
 
 

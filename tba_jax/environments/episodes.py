@@ -16,10 +16,11 @@ import dataclasses
 import functools
 import time
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
+from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.keys import fold_in
 from tba_jax.decoding.requests import Response, SamplingSettings, Statistics
 from tba_jax.decoding.session import Session
@@ -28,7 +29,7 @@ from tba_jax.environments.pool import Ended, Environment, EnvironmentPool, Reque
 from tba_jax.flow.trajectory import FinishReason, Prompt, paths_of
 from tba_jax.models.transformer import Params
 from tba_jax.rewards.source import Verdict
-from tba_jax.serving.vllm import ServerSession
+from tba_jax.serving.vllm import InferenceServer, ServerSession
 
 # Folded into the key of a sample with the number of a turn. Larger than the number of any token.
 _TURNS = 2**30
@@ -37,22 +38,8 @@ MOST_EPISODES = 128
 """Maximum number of concurrent episodes of a session."""
 
 TurnSession = Session | ServerSession
-
-
-class Sessions(Protocol):
-    """Source of decode sessions: a `Decoder`, or a `ServerDecoder`."""
-
-    def session(
-        self,
-        params: Any,
-        *,
-        num_slots: int,
-        prefill_prompts: int = 1,
-        version: int = 0,
-        keeps_caches: bool = False,
-    ) -> TurnSession:
-        """Return an empty session; arguments as of `Decoder.session`."""
-        ...
+Sessions = Decoder | InferenceServer
+"""Source of decode sessions."""
 
 
 class Episode(NamedTuple):

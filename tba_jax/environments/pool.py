@@ -280,7 +280,6 @@ class Agent(Environment):
         Raises:
             ApiError: the request is refused.
         """
-        served = self._pool.served
         with self._lock:
             if self._refusal:
                 raise ApiError(self._refusal, code="episode_ended")
@@ -291,18 +290,8 @@ class Agent(Environment):
                 )
                 self._failure = "environment_fork", text
                 raise ApiError(text, code="environment_fork")
-            call = parse(kind, body, served, 0, functools.partial(self._continued, kind, body))
-        if call.num_samples > 1:
-            raise ApiError("n: a turn of an episode has one sample. Set 1", param="n")
-        if body.get("seed") is not None:
-            raise ApiError("seed: the seed is that of the training run. Leave it out", param="seed")
-        if set(call.settings[0].stop_ids or ()) != set(served.eos_ids):
-            raise ApiError(
-                "stop_token_ids and ignore_eos: --config.search.stop_ids of the training run sets "
-                "the end tokens. Leave them out",
-                param="stop_token_ids",
-            )
-        return call
+            continued = functools.partial(self._continued, kind, body)
+            return parse(kind, body, self._pool.served, 0, continued)
 
     def submit(self, generation: Generation) -> None:
         """Open a request; the thread of the session answers it."""
@@ -325,7 +314,7 @@ class Agent(Environment):
         for path in reversed(range(len(self._turns))):
             turn = self._turns[path]
             if kind == "chat":
-                found = self._bridged(body, turn) if continues(self._sent, turn.messages) else None
+                found = self._bridged(body, turn)
             elif isinstance(body.get("prompt"), str):
                 tokenizer = self._pool.served.tokenizer
                 found = extended(tokenizer, turn.tokens, prompt, skip_special=True)
@@ -339,44 +328,36 @@ class Agent(Environment):
         return prompt
 
     def _bridged(self, body: Mapping[str, Any], turn: _Turn) -> np.ndarray | None:
-        """Return the prompt of a chat that continues a turn; None if the answer was changed."""
+        """Return the prompt of a chat that continues a turn; None if it does not."""
+        if turn.messages and not continues(self._sent, turn.messages):
+            return None
         chat, tools = self._pool.served.chat, body.get("tools") or []
         # Compare the answer here: a renderer reads only the messages after the answer.
-        answer = chat.message(turn.completion, "", turn.prompt, tools)
-        given = [m for m in body["messages"] if m["role"] == "assistant"][-1:]
-        if answer["content"] and answer["content"] not in map(text_of, given):
-            return None
-        if (calls := _calls(answer)) and calls not in map(_calls, given):
+        _, text, calls = _key(chat.message(turn.completion, "", turn.prompt, tools))
+        given = [_key(m) for m in body["messages"] if m["role"] == "assistant"][-1:]
+        if (text, calls) not in [(text and own[1], calls and own[2]) for own in given]:
             return None
         variables = body.get("chat_template_kwargs") or {}
         return chat.bridge(turn.prompt, turn.completion, body["messages"], tools, variables)
 
 
-def _calls(message: Mapping[str, Any]) -> list[tuple[str, Any]]:
-    """Return names and arguments of the tool calls of a message, without their IDs."""
-    found = []
+def _key(message: Mapping[str, Any]) -> tuple[str, str, list[Any]]:
+    """Return role, text and tool calls (without their IDs) of a message, to compare it."""
+    calls = []
     for call in message.get("tool_calls") or ():
         arguments = call["function"]["arguments"]
         with contextlib.suppress(ValueError):  # not JSON: compared as text
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        found.append((call["function"]["name"], arguments))
-    return found
+        calls.append((call["function"]["name"], arguments))
+    return message["role"], text_of(message), calls
 
 
 def continues(messages: Messages, history: Messages) -> bool:
     """Return whether `messages` are `history`, the answer to it, and new messages of the agent."""
-    if not history or len(messages) <= len(history):
-        return not history
     roles = [message["role"] for message in messages[len(history) :]]
-    return (
-        roles[0] == "assistant"
-        and "assistant" not in roles[1:]
-        and all(
-            (a["role"], text_of(a), a.get("tool_calls") or [])
-            == (b["role"], text_of(b), b.get("tool_calls") or [])
-            for a, b in zip(messages, history, strict=False)
-        )
-    )
+    is_answered = roles[:1] == ["assistant"] and "assistant" not in roles[1:]
+    start = messages[: len(history)]
+    return is_answered and all(map(lambda a, b: _key(a) == _key(b), start, history))
 
 
 def _notify(generation: Generation, update: Update | Exception) -> None:

@@ -16,12 +16,11 @@ import ctypes
 import errno
 import os
 import resource
-import select
 import signal
 import subprocess
 import sys
 import sysconfig
-import time
+import threading
 import traceback
 
 MAX_OUTPUT_BYTES = 2**14
@@ -67,40 +66,28 @@ def run_python(code: str, *, timeout_s: float, max_memory_bytes: int) -> str:
         start_new_session=True,
     )
     assert process.stdin is not None and process.stdout is not None
+    timer = threading.Timer(timeout_s + _START_S, process.kill)
+    timer.start()
     try:
         with contextlib.suppress(BrokenPipeError), process.stdin:
             process.stdin.write(code.encode(errors="replace"))
         with process.stdout:
-            output, end = _read(process.stdout.fileno(), time.monotonic() + timeout_s + _START_S)
+            output = process.stdout.read(MAX_OUTPUT_BYTES + 1)
     finally:
+        is_late = timer.finished.is_set()
+        timer.cancel()
         process.kill()
         status = process.wait()
-    text = output.decode(errors="replace")
+    text, end = output[:MAX_OUTPUT_BYTES].decode(errors="replace"), ""
     if status == _REFUSED:
         raise OSError(text.strip())
-    if status == -signal.SIGXCPU or end == "timeout":
+    if status == -signal.SIGXCPU or is_late:
         end = f"error: the code ran longer than {timeout_s:g} s"
-    elif end == "output":
+    elif len(output) > MAX_OUTPUT_BYTES:
         end = f"error: more than {MAX_OUTPUT_BYTES:,} bytes were printed"
     elif status < 0:
         end = f"error: the process was ended by {signal.Signals(-status).name}"
     return text + ("\n" if text and end else "") + end
-
-
-def _read(pipe: int, end_s: float) -> tuple[bytes, str]:
-    """Return the output, and "timeout" or "output" if that limit was reached."""
-    chunks, size = [], 0
-    while True:
-        ready, _, _ = select.select([pipe], [], [], max(0.0, end_s - time.monotonic()))
-        if not ready:
-            return b"".join(chunks), "timeout"
-        chunk = os.read(pipe, MAX_OUTPUT_BYTES + 1 - size)
-        if not chunk:
-            return b"".join(chunks), ""
-        chunks.append(chunk)
-        size += len(chunk)
-        if size > MAX_OUTPUT_BYTES:
-            return b"".join(chunks)[:MAX_OUTPUT_BYTES], "output"
 
 
 # The functions below run in the process of the sandbox.

@@ -241,7 +241,7 @@ def check_environments(config: Config, task: Task, environments: EnvironmentPool
         )
     served = environments.served
     missing = tuple(sorted(set(served.chat.stop_ids) - set(served.eos_ids)))
-    if is_chat and missing:
+    if missing:
         raise ValueError(
             f"task.renderer = {config.task.renderer!r}: a message also ends with the tokens "
             f"{list(missing)}. Set --config.search.stop_ids={missing}"

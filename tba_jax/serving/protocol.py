@@ -394,8 +394,9 @@ def parse(
         settings = tuple(_settings(request, served, len(each), stop_ids) for each in prompts)
     except ValueError as error:
         raise ApiError(str(error)) from error
-    if request.n * len(prompts) > MAX_SAMPLES:
-        raise ApiError(f"n = {request.n}: {_WANTED['n']}", param="n")
+    if request.n * len(prompts) > (MAX_SAMPLES if served.sampling is None else 1):
+        rule = _WANTED["n"] if served.sampling is None else "a turn of an episode has one sample"
+        raise ApiError(f"n = {request.n} for {len(prompts)} prompts: {rule}", param="n")
     seed = seed if request.seed is None else request.seed
     key = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
     return Call(kind, served, request, prompts, settings, key, tools)
@@ -456,6 +457,8 @@ def _prompts(kind: Kind, request: Any, served: Served, tools: Messages) -> tuple
 
 
 def _stop_ids(kind: Kind, request: _Request, served: Served) -> tuple[int, ...]:
+    if served.sampling is not None:
+        return served.eos_ids
     own = () if request.ignore_eos else served.eos_ids
     more = served.chat.stop_ids if kind == "chat" else ()
     found = tuple(dict.fromkeys((*own, *more, *request.stop_token_ids)))
@@ -490,18 +493,24 @@ def _settings(
         decode = served.tokenizer.decode
         stops = StopStrings(request.stop, lambda ids: decode(ids, skip_special=False))
     default = run or SamplingSettings(room)
-    chosen: dict[str, Any] = {}
-    for name, value, field in (
-        ("temperature", request.temperature, "temperature"),
-        ("top_p", request.top_p, "top_p"),
-        ("top_k", None if request.top_k is None else max(0, request.top_k), "top_k"),
-        ("min_tokens", request.min_tokens, "min_new_tokens"),
-    ):
-        own = getattr(default, field)
-        if run is not None and value not in (None, own):
-            raise ApiError(
-                f"{name} = {value}: the training run samples with {own}. Leave it out", param=name
-            )
-        chosen[field] = own if value is None else value
-    length = room if wanted is None else min(wanted, room)
-    return SamplingSettings(length, stop_ids=stop_ids, stop_strings=stops, **chosen)
+    given: dict[str, Any] = {
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "top_k": None if request.top_k is None else max(0, request.top_k),
+        "min_new_tokens": request.min_tokens,
+    }
+    if run is not None:
+        fixed: dict[str, Any] = {name: (x, getattr(run, name)) for name, x in given.items()}
+        fixed["seed"] = request.seed, None
+        fixed["ignore_eos"] = request.ignore_eos, False
+        fixed["stop_token_ids"] = sorted({*request.stop_token_ids} - {*served.eos_ids}), []
+        for name, (value, own) in fixed.items():
+            if value not in (None, own):
+                text = f"{name} = {value}: the training run has {own}. Leave it out"
+                raise ApiError(text, param=name)
+    return SamplingSettings(
+        room if wanted is None else min(wanted, room),
+        stop_ids=stop_ids,
+        stop_strings=stops,
+        **{name: getattr(default, name) if x is None else x for name, x in given.items()},
+    )

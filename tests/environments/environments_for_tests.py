@@ -27,8 +27,6 @@ class Game:
                 raise KeyError("no such key")
             case "type":
                 return 3, 1.0, False
-            case "flood":
-                return "x" * 10**7, 1.0, False
             case "nan":
                 return "", float("nan"), True
         return f"{self.prompt}:{text}", 1.0, text == "end"

@@ -133,7 +133,6 @@ def test_processes_draw_different_numbers():
         ("die", "environment_crash"),
         ("raise", "environment_error"),
         ("type", "environment_type"),
-        ("flood", "environment_flood"),
         ("nan", "environment_nan"),
     ],
 )

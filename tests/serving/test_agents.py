@@ -207,7 +207,7 @@ def test_each_failure_is_a_rejection_by_its_name_and_costs_no_other_episode(mode
     file = tmp_path / "late"
     rows = [{"prompt": "7+5-3=", "kind": kind, "file": str(file)} for kind in FAILURES]
     environments = pool_of(model, "misbehave")
-    environments.timeout_s = 4.0
+    environments.timeout_s = 6.0
     try:
         environments.check()
         episodes = drawn(model, environments, rows, max_turns=3)
