@@ -4,8 +4,7 @@
 All trainer processes write WORKDIR/weights/VERSION together; each process that searches reads
 alone. Orbax's barriers include only the writers, or a single reader, so neither side waits for the
 other. Invariants: searchers get a whole version whose digests are right: the newest or an older
-one. A version is announced when all its files are written, and is not deleted while its evaluation
-is requested.
+one. A version is announced when its files are complete, and not deleted while it is evaluated.
 """
 
 import threading
@@ -23,7 +22,6 @@ from tba_jax.storage.steps import TIMEOUT_S, SavedSteps
 from tba_jax.weights.memory import OnDevices
 from tba_jax.weights.publication import Layout, PublicationError, Published
 
-_POLL_S = 0.05
 FOLDER = "weights"
 """Name of the folder of versions in a work directory."""
 
@@ -31,8 +29,8 @@ FOLDER = "weights"
 class WeightFolder(SavedSteps):
     """The versions of one run in storage: written by the trainer processes, read by others.
 
-    `publish` copies the weights to the host on the trainer's thread, in all trainer processes at
-    the same step; `poll`, on another thread, waits for the files.
+    All trainer processes `publish` at the same step, which copies the weights to the host; `poll`,
+    on another thread, waits for the files.
 
     Args:
         workdir: work directory of the run.
@@ -91,8 +89,8 @@ class WeightFolder(SavedSteps):
         Raises:
             PublicationError: the files cannot be written.
         """
-        if self._writing is None and wait_s:
-            time.sleep(min(wait_s, _POLL_S))
+        if self._writing is None:
+            time.sleep(wait_s)
         with self._changing:
             if self._writing is None:
                 return False
@@ -106,7 +104,7 @@ class WeightFolder(SavedSteps):
         """Do nothing: `wanted` names the versions under evaluation."""
 
     def keep_only(self, versions: Collection[int]) -> None:
-        """Do nothing, as `keep`."""
+        """Do nothing."""
 
     def load(self, version: int, abstract: Any) -> Any:
         """Check the digests of a version, then return its arrays.
@@ -125,7 +123,7 @@ class WeightFolder(SavedSteps):
         # Arrays of these shapes and dtypes that take no memory.
         wanted = jax.tree.map(lambda x: np.broadcast_to(np.zeros((), x.dtype), x.shape), abstract)
         found = self.read(version, wanted)
-        return jax.tree.map(lambda x, y: jax.device_put(x, y.sharding), found, abstract)
+        return jax.device_put(found, jax.tree.map(lambda x: x.sharding, abstract))
 
 
 class StoredWeights(OnDevices):
@@ -156,19 +154,16 @@ class StoredWeights(OnDevices):
         super().__init__(shardings, merges)
         self._workdir, self._abstract, self._layout = workdir, abstract, layout
         self._start, self._started = start, dict[int, Any]()
-        self._timeout_s = timeout_s
-        self._changed = threading.Condition()
-        self._reading = threading.Lock()
+        self._changed, self._reading = threading.Condition(), threading.Lock()
         self._files: WeightFolder | None = None
-        self._announced = -1
+        self._announced, self._timeout_s = -1, timeout_s
         self._failing_since: float | None = None
 
     def reset(self, version: int) -> None:
         """Forget all versions; `version` is the newest version of the new owner."""
         with self._reading, self._lock:  # after a read of the previous owner's version
             self._announced, self.newest = version, None
-            self._held, self._kept = {}, set()
-            self._merged = {}
+            self._held, self._kept, self._merged = {}, set(), {}
 
     def announce(self, version: int, evaluated: Collection[int]) -> None:
         """Receive the newest complete version, and the versions under evaluation."""
@@ -200,13 +195,13 @@ class StoredWeights(OnDevices):
             except PublicationError as error:
                 # A newer version may have replaced it, or a restored trainer may be rewriting it.
                 self._failing_since = self._failing_since or start
-                if start - self._failing_since > self._timeout_s:
-                    raise PublicationError(
-                        f"version {version} of the weights has not been readable for "
-                        f"{start - self._failing_since:.0f} s: {error}. Check that this machine "
-                        "can read the work directory, then run the same command again"
-                    ) from error
-                return False
+                if (failing_s := start - self._failing_since) <= self._timeout_s:
+                    return False
+                raise PublicationError(
+                    f"version {version} of the weights has not been readable for {failing_s:.0f} "
+                    f"s: {error}. Check that this machine can read the work directory, then run "
+                    "the same command again"
+                ) from error
             self._failing_since = None
             self.put(version, params)
             self.delivery_s = time.monotonic() - start

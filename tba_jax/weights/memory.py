@@ -45,8 +45,7 @@ class OnDevices:
         self._lock, self._merging = threading.Lock(), threading.Lock()
         self._held: dict[int, list[Any]] = {}  # version -> weights or adapters of each searcher
         self._merged: dict[tuple[int, int], Published] = {}  # (version, first searcher with merge)
-        self._kept: set[int] = set()
-        self._seen: set[int] = set()  # kept versions whose evaluation was announced
+        self._kept, self._seen = set[int](), set[int]()  # seen: their evaluation was announced
 
     def put(self, version: int, params: Any, *, is_newest: bool = True) -> None:
         """Copy params to each searcher's devices, then replace the previous version.
@@ -62,9 +61,7 @@ class OnDevices:
                 delivered.append(delivered[first])
             else:
                 delivered.append(params if wanted is None else hand_over(params, wanted))
-        # A searcher must never receive arrays that are still being computed: its thread would then
-        # wait for the device inside a round, where the wait is not measured.
-        jax.block_until_ready(delivered)
+        jax.block_until_ready(delivered)  # a searcher's thread never waits for arrays
         with self._lock:
             self._held[version] = delivered
             if is_newest:
@@ -98,8 +95,7 @@ class OnDevices:
         with self._merging:
             if key not in self._merged:
                 # Drop old copies first, so that the devices hold no copy that is not needed.
-                for old in [old for old in self._merged if old[0] not in self._held]:
-                    del self._merged[old]
+                self._merged = {x: y for x, y in self._merged.items() if x[0] in self._held}
                 weights = self._merges[i](published.params)
                 self._merged[key] = Published(version, jax.block_until_ready(weights))
             return self._merged[key]
@@ -118,8 +114,7 @@ class OnDevices:
     def announce(self, version: int, evaluated: Collection[int]) -> None:
         """Receive the newest version of the run and the versions under evaluation.
 
-        A kept version is dropped when its evaluation, or that of a newer version, was announced and
-        it is not under evaluation any more.
+        A kept version goes when it is not evaluated any more: it or a newer one was, before.
         """
         del version
         self._seen = (self._seen | set(evaluated)) & self._kept
@@ -137,9 +132,8 @@ class OnDevices:
 class Weights(OnDevices):
     """Weights that a trainer process publishes to its own searchers.
 
-    `publish` launches the copy on the trainer's thread. `poll`, on another thread, delivers the
-    newest publication. A newer publication replaces one that is not delivered yet: a slow delivery
-    costs freshness and no step.
+    `publish` launches the copy on the trainer's thread; `poll`, on another thread, delivers it. A
+    publication replaces one that is not delivered yet: a slow delivery costs freshness and no step.
 
     Args:
         program: result of `make_publish_program`, launched under the trainer's device lock.

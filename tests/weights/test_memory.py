@@ -44,16 +44,6 @@ def test_published_weights_survive_donation_of_their_source():
     np.testing.assert_array_equal(published["b"]["c"], np.arange(5.0) + 1.0)
 
 
-def test_each_searcher_gets_the_weights_on_its_device():
-    devices = jax.local_devices()
-    weights = memory([None, *(jax.sharding.SingleDeviceSharding(d) for d in devices[1:3])])
-    deliver(weights, 3)
-    for searcher, device in enumerate(devices[:3]):
-        published = weights.latest(searcher)
-        assert published.version == 3
-        assert {x.device for x in jax.tree.leaves(published.params)} == {device}
-
-
 def test_a_reader_never_sees_parts_of_two_versions():
     weights = memory()
     deliver(weights, 0)
