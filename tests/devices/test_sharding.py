@@ -45,11 +45,6 @@ def test_the_table_divides_what_the_mesh_divides(axes, shape, spec):
     assert partition_spec(axes, shape, mesh(fsdp=2, model=4)) == spec
 
 
-def test_a_mesh_without_an_axis_leaves_it_whole():
-    axes, shape = ("embed", "heads", "head_dim"), (16, 3, 8)
-    assert partition_spec(axes, shape, mesh(data=2)) == P(None, None, None)
-
-
 def test_heads_that_do_not_divide_are_refused():
     with pytest.raises(
         ValueError, match=r"'heads' of size 6 .* 4 devices .* one of \[1, 2, 3, 6\]"

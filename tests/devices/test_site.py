@@ -79,43 +79,25 @@ def test_two_threads_launch_collectives_on_the_same_devices_in_both_orders():
     assert max(overlaps) == 1
 
 
-def test_threads_on_devices_apart_do_not_wait_and_the_line_is_kept():
-    lock = DeviceLock()
-    order = []
-    gates = {name: threading.Event() for name in ("small", "all", "late", "apart")}
-    meshes = {
-        "small": mesh_of(0, 1),
-        "all": mesh_of(0, 1, 2, 3),
-        "late": mesh_of(2, 3),
-        "apart": mesh_of(4, 5),
-    }
+def test_threads_on_other_devices_do_not_wait_and_an_early_request_is_not_overtaken():
+    lock, order = DeviceLock(), []
+    may_end = threading.Event()
 
-    def launch(name):
+    def launch(name, *ids, holds=False):
         def program():
             order.append(name)
-            assert gates[name].wait(30.0)
+            assert not holds or may_end.wait(30.0)
 
-        return threading.Thread(
-            target=Site(meshes[name], lock).locked(program), name=name, daemon=True
-        )
+        thread = threading.Thread(target=Site(mesh_of(*ids), lock).locked(program), daemon=True)
+        thread.start()
+        thread.join(0.2)
+        return thread
 
-    def in_line(count):
-        end = time.monotonic() + 10
-        while len(lock._queue) < count and time.monotonic() < end:
-            time.sleep(0.001)
-        assert len(lock._queue) == count
-
-    threads = []
-    for i, name in enumerate(gates):
-        threads.append(launch(name))
-        threads[-1].start()
-        in_line(i + 1)
-    end = time.monotonic() + 10
-    while len(order) < 2 and time.monotonic() < end:
-        time.sleep(0.001)
-    # `late` has free devices, but `all` came first and wants them: it must not wait for ever.
-    assert sorted(order) == ["apart", "small"]
-    for name in ("small", "all", "late", "apart"):
-        gates[name].set()
-        threads[list(gates).index(name)].join(10.0)
-    assert [name for name in order if name != "apart"] == ["small", "all", "late"]
+    threads = [launch("small", 0, 1, holds=True), launch("all", 0, 1, 2, 3), launch("late", 2, 3)]
+    threads.append(launch("apart", 4, 5))
+    # `late` has free devices, but `all` came first and needs them: it must not wait forever.
+    assert order == ["small", "apart"]
+    may_end.set()
+    for thread in threads:
+        thread.join(10.0)
+    assert order == ["small", "apart", "all", "late"]
