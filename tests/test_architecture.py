@@ -206,7 +206,14 @@ def test_configs_cannot_be_imported_by_accident():
 
 # Lines of a room, from the day on which it reached its limit: a room that must grow says why here.
 # replay also has the form in which the buffer, checkpoints and messages hold trajectories.
-LIMITS = {"flow": 945, "replay": 945, "train": 2310, "search": 1102, "evaluation": 735}
+LIMITS = {
+    "flow": 945,
+    "replay": 945,
+    "train": 2310,
+    "search": 1102,
+    "evaluation": 735,
+    "weights": 472,
+}
 
 
 @pytest.mark.parametrize("room", LIMITS)
