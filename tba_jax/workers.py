@@ -25,7 +25,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -78,7 +78,7 @@ class Exchange:
         return None if message == NOTHING else message
 
 
-Handler = Callable[[Exchange, Any], Awaitable[None]]
+Handler = Callable[[Exchange, Any], Coroutine[Any, Any, None]]
 """Coroutine function of a job: (exchange, first message) -> None; it answers every message."""
 
 
@@ -99,7 +99,7 @@ def _serve(
     def receive() -> None:
         size = int.from_bytes(connection.recv(_SIZE_BYTES, socket.MSG_WAITALL))
         if not size:  # the parent has closed the socket
-            _leave()
+            os.killpg(0, signal.SIGKILL)
         number, message = pickle.loads(connection.recv(size, socket.MSG_WAITALL))
         if message is None:  # the parent has closed the job
             if number in jobs:
@@ -108,7 +108,7 @@ def _serve(
             jobs[number][0].messages.put_nowait(message)
         else:
             exchange = Exchange(lambda value: send([number, value]))
-            task = loop.create_task(_run(handler, exchange, message))
+            task = loop.create_task(handler(exchange, message))
             task.add_done_callback(lambda _: jobs.pop(number, None))
             jobs[number] = exchange, task
 
@@ -123,11 +123,6 @@ def _serve(
         # Users' code may raise SystemExit or KeyboardInterrupt, which stop a loop.
         with contextlib.suppress(BaseException):
             loop.run_forever()
-
-
-async def _run(handler: Handler, exchange: Exchange, message: Any) -> None:
-    with contextlib.suppress(asyncio.CancelledError):
-        await handler(exchange, message)
 
 
 def _enter(folder: str, environment: Mapping[str, str], log: str) -> None:
@@ -158,14 +153,10 @@ def _enter(folder: str, environment: Mapping[str, str], log: str) -> None:
 
 
 def _leave_with_parent() -> None:
+    """End this process and its process group when the parent ends."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    _leave()
-
-
-def _leave() -> None:
-    """End this process and its process group."""
     os.killpg(0, signal.SIGKILL)
 
 

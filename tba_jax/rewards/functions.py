@@ -176,7 +176,6 @@ def load_error(function: str, columns: Collection[str] | None) -> str:
 
 def _why(function: str, error: BaseException) -> str:
     """Return why a function cannot be loaded."""
-    missing = ""
     if isinstance(error, ModuleNotFoundError) and error.name:
         missing = error.name.partition(".")[0]
         if missing != function.partition(":")[0].partition(".")[0]:
@@ -184,11 +183,8 @@ def _why(function: str, error: BaseException) -> str:
     elif isinstance(error, ImportError):
         return str(error)
     *where, reason = report_of(error).rstrip().splitlines()
-    advice = (
-        f"{reason}. Want package.module:function importable from {os.getcwd()} or the environment, "
-        "or path/to/file.py:function"
-    )
-    return "\n".join([advice, *where]) if where and not missing else advice
+    advice = f"Want package.module:function importable from {os.getcwd()} or the environment, or "
+    return "\n".join([f"{reason}. {advice}path/to/file.py:function", *where])
 
 
 async def score_chunk(function: str, columns: Mapping[str, Sequence[Any]]) -> Outcome:
@@ -205,53 +201,48 @@ async def score_chunk(function: str, columns: Mapping[str, Sequence[Any]]) -> Ou
 
     try:
         call, accepted, _ = _load(function)
-        offered = dict(columns)
-        if accepted is not None:
-            offered = {
-                k: v for k, v in {**offered, "log_metric": log_metric}.items() if k in accepted
-            }
-        result = await run(functools.partial(call, **offered))
+        offered = {**columns, "log_metric": log_metric}
+        names = columns if accepted is None else accepted & offered.keys()
+        result = await run(functools.partial(call, **{name: offered[name] for name in names}))
         if isinstance(result, str | bytes | Mapping | set | frozenset):
-            return _unusable(f"returned a {type(result).__name__}")
-        values = list(result)
-        n = len(columns["completions"])
-        if len(values) != n:
-            return _unusable(f"returned {len(values)} rewards for {n} completions")
-        rewards = []
-        for value in values:
-            try:
-                rewards.append(value if isinstance(value, Missing) else as_number(value))
-            except TypeError:
-                shown = f"{value!r:.80}"
-                return _unusable(
-                    f"returned {shown}, a {type(value).__name__}, as a reward (not a number)"
-                )
+            raise _Unusable(f"returned a {type(result).__name__}")
+        found, n = [_checked(value) for value in result], len(columns["completions"])
+        if len(found) != n:
+            raise _Unusable(f"returned {len(found)} rewards for {n} completions")
     except asyncio.CancelledError:
         raise
+    except _Unusable as error:
+        text = f"{error}; want a list with one float or None per completion"
+        return Outcome([], [], text, UNUSABLE)
     except BaseException as error:  # users' code may even call sys.exit(); the caller gets a text
         return Outcome([], [], report_of(error), "reward_error")
-    failures = [_failure(reward) for reward in rewards]
+    failures = [x if isinstance(x, Missing) else None for x in found]
     return Outcome(
-        [None if failure else reward for reward, failure in zip(rewards, failures, strict=True)],
+        [None if isinstance(x, Missing) else x for x in found],
         [failure and failure.reason for failure in failures],
         next((failure.text for failure in failures if failure), ""),
-        metrics={name: sum(found) / len(found) for name, found in logged.items()},
+        metrics={name: sum(values) / len(values) for name, values in logged.items()},
     )
 
 
-def _unusable(text: str) -> Outcome:
-    return Outcome([], [], f"{text}; want a list with one float or None per completion", UNUSABLE)
+class _Unusable(Exception):
+    """The result of a function that breaks its contract."""
 
 
-def _failure(reward: float | Missing | None) -> Missing | None:
-    """Return why a response has no reward; None if it has one."""
+def _checked(value: Any) -> float | Missing:
+    """Return a finite reward, or why there is none."""
+    if isinstance(value, Missing):
+        return value
+    try:
+        reward = as_number(value)
+    except TypeError as error:
+        name = type(value).__name__
+        raise _Unusable(f"returned {value!r:.80}, a {name}, as a reward ({error})") from None
     if reward is None:
         return Missing("reward_none", "the function returned None")
-    if isinstance(reward, Missing):
-        return reward
     if not abs(reward) <= _LARGEST:
         return Missing("reward_nan", f"the function returned {reward}")
-    return None
+    return reward
 
 
 def as_number(value: Any) -> float | None:

@@ -104,7 +104,8 @@ def make_source(
         )
     if len(sources) < 2 and (not named or named in LEARNED):
         return next(iter(sources.values()), None)
-    return _sum(settings, sources, settings.task.reward_weights)
+    is_part = bool(settings.task.environment)
+    return _sum(settings, sources, settings.task.reward_weights, is_part=is_part)
 
 
 def make_judge(settings: Any, functions: str, row: Row, logs: Path | None) -> "RewardSource":
@@ -113,7 +114,10 @@ def make_judge(settings: Any, functions: str, row: Row, logs: Path | None) -> "R
 
 
 def _sum(
-    settings: Any, sources: "Mapping[str, RewardSource]", weights: Sequence[float]
+    settings: Any,
+    sources: "Mapping[str, RewardSource]",
+    weights: Sequence[float],
+    is_part: bool = False,
 ) -> "RewardSource":
     from tba_jax.rewards.source import WeightedSum
 
@@ -123,7 +127,7 @@ def _sum(
         weights or (1.0,) * len(sources),
         # A victim rejects attacks that are too long, which is no failure.
         1.0 if VICTIM in sources else settings.reward.max_failure_rate,
-        is_part=bool(settings.task.environment),
+        is_part,
     )
 
 

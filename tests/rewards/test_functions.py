@@ -2,12 +2,15 @@
 """Reward functions in every form that TRL takes, called directly and through the pool."""
 
 import asyncio
+import contextlib
 import math
 import os
 import textwrap
 
+import numpy as np
 import pytest
 
+from tba_jax.config.schema import make_config
 from tba_jax.rewards.functions import (
     load_error,
     part_names,
@@ -15,6 +18,7 @@ from tba_jax.rewards.functions import (
     score_chunk,
     split_functions,
 )
+from tba_jax.rewards.kinds import make_source
 from tba_jax.rewards.pool import RewardPool
 
 FUNCTIONS = '''
@@ -77,6 +81,9 @@ def chat(prompts, completions, **kwargs):
 def begun(prompts, completions, **kwargs):
     return [float(c[0]["content"] == "yes, it is" and len(p) == 1)
             for p, c in zip(prompts, completions)]
+
+def first(completions, **kwargs):
+    return [ord(x[0]) for x in completions]
 
 class Reward:
     __name__ = "reward_of_a_class"
@@ -168,39 +175,48 @@ def test_names_of_several_functions():
             split_functions(text)
 
 
-def make_pool(path, name):
-    return RewardPool(f"{path}:{name}", timeout_s=1.0)
+def scored(path, name, *arguments):
+    pool = RewardPool(f"{path}:{name}", timeout_s=1.0)
+    try:
+        return pool.score(*arguments)
+    finally:
+        pool.close()
 
 
 def test_values_of_log_metric_are_parts_of_the_reward(path):
-    pool = make_pool(path, "logs")
-    found = pool.score(["p", "p", "q", "q"], ["a", "a b", "a", "a"], {})
+    found = scored(path, "logs", ["p", "p", "q", "q"], ["a", "a b", "a", "a"], {})
     assert found.rewards == [1.0] * 4 and found.parts == {"words": [3.0, 3.0, 2.0, 2.0]}
-    pool.close()
+
+
+def test_the_weighted_sum_of_the_functions_that_apply(path):
+    names = ",".join(f"{path}:{name}" for name in ("length", "sometimes", "only_ids"))
+    changes = {"task.reward_weights": (1.0, 10.0, 0.5), "reward.num_workers": 1}
+    settings = make_config({"task.reward": names, **changes})
+    ids = [np.array(x, np.int32) for x in ([2], [2, 2], [])]
+    with contextlib.closing(make_source(settings, "", ("", {}), None, ())) as source:
+        texts = ["ab", "skip", "abc"]
+        found = source.score([""] * 3, texts, {}, completion_ids=ids, has_eos=[True] * 3)
+    assert found.rewards == [2 + 10 + 1.0, 4 + 2.0, 3 + 10.0]
+    assert found.reasons == [None] * 3 and found.first_traceback == ""
+    assert list(found.parts) == ["length", "sometimes", "only_ids"]
+    assert found.parts["length"] == [2.0, 4.0, 3.0] and math.isnan(found.parts["sometimes"][1])
 
 
 def test_chats_reach_the_function_as_messages(path):
     chats = [[{"role": "system", "content": "s"}, {"role": "user", "content": t}] for t in "ab"]
-    pool = make_pool(path, "chat")
-    result = pool.score(["[s][a]", "[s][b]"], ["a", "x"], {"prompt": chats})
-    assert result.rewards == [2.0, 0.0]
-    pool.close()
+    found = scored(path, "chat", ["[s][a]", "[s][b]"], ["a", "x"], {"prompt": chats})
+    assert found.rewards == [2.0, 0.0]
     # A last message of the assistant's is the beginning of the completion.
     messages = [{"role": "user", "content": "is it?"}, {"role": "assistant", "content": "yes, "}]
-    pool = make_pool(path, "begun")
-    assert pool.score(["..."], ["it is"], {"prompt": [messages]}).rewards == [1.0]
+    assert scored(path, "begun", ["..."], ["it is"], {"prompt": [messages]}).rewards == [1.0]
+
+
+@pytest.mark.parametrize("is_chat", [True, False])
+def test_a_function_of_texts_is_told_that_completions_of_chats_are_messages(path, is_chat):
+    chat = {"answer": "a", "prompt": [{"role": "user", "content": "a"}]}
+    columns = chat if is_chat else {"answer": ""}
+    pool = RewardPool(f"{path}:first", timeout_s=5.0, row=("a", columns))
+    with pytest.raises(ValueError, match="fails on the first row") as error:
+        pool.check()
+    assert ("its text is completion[0]['content']" in str(error.value)) == is_chat
     pool.close()
-
-
-def test_a_function_of_texts_is_told_that_completions_of_chats_are_messages(tmp_path):
-    path = tmp_path / "own.py"
-    path.write_text(
-        "def first(completions, **kwargs):\n    return [ord(x[0]) for x in completions]\n"
-    )
-    chat = [{"role": "user", "content": "a"}]
-    for columns, is_chat in (({"answer": "a", "prompt": chat}, True), ({"answer": ""}, False)):
-        pool = RewardPool(f"{path}:first", timeout_s=5.0, row=("a", columns))
-        with pytest.raises(ValueError, match="fails on the first row") as error:
-            pool.check()
-        assert ("its text is completion[0]['content']" in str(error.value)) == is_chat
-        pool.close()
