@@ -30,9 +30,6 @@ if TYPE_CHECKING:
     from tba_jax.models.tokenizer import Tokenizer
     from tba_jax.models.transformer import TransformerConfig
 
-# Time for a searcher that is in the middle of a round at the last step.
-_LAST_ROUND_S = 60.0
-
 
 def load_config(name: str, /, **overrides: Any) -> Config:
     """Return the config of a preset or file with some fields changed, checked as by the command.
@@ -91,10 +88,11 @@ def run_training(
             "config.placement = 'hosts': needs a process per host, and this is one process. Run "
             "`python -m tba_jax.main` on every host, or set another placement"
         )
-    if callbacks and config.placement == "fleet":
+    if config.placement == "fleet" and (callbacks or in_process):
         raise ConfigError(
-            f"callbacks: config.placement={config.placement} trains in another process. Read "
-            "metrics.jsonl instead, or set another placement"
+            "config.placement = 'fleet': trains and grades in other processes, so that callbacks "
+            "and in_process=True have no effect. Read metrics.jsonl, define the reward in a file "
+            "and import it from there, or set another placement"
         )
     config = _with_given(config, reward, objective, in_process)
     validate(config)
@@ -118,9 +116,6 @@ def run_training(
     finally:
         if interruption is not None:
             interruption.close()
-        for thread in threading.enumerate():
-            if thread.name.startswith("searcher-"):
-                thread.join(_LAST_ROUND_S)
     if not outcome.is_finished:
         raise KeyboardInterrupt(
             f"stopped at step {outcome.step} of {config.num_steps}; the run is saved in {workdir}. "
@@ -143,11 +138,6 @@ def _with_given(config: Config, reward: Any, objective: Any, in_process: bool) -
                 f"reward={rewards[names.index('')]!r:.80}: reward processes cannot import it. "
                 "Define it in a file and import it from there. Or give in_process=True to run it "
                 "in this process, without a deadline for a call that hangs"
-            )
-        if in_process and config.placement == "fleet":
-            raise ConfigError(
-                f"in_process=True: placement={config.placement} grades in other processes. Define "
-                "the reward in a file, import it from there, and leave in_process out"
             )
         given = given_names(rewards) if in_process else names
         fields["task.reward"] = ",".join(given)
@@ -183,13 +173,11 @@ class Picture:
 
 @dataclasses.dataclass(frozen=True)
 class Policy:
-    """The policy of a checkpoint.
+    """The policy of a checkpoint, after `step` optimiser steps.
 
     Attributes:
-        step: number of optimiser steps that trained the policy.
         config: the architecture.
         params: parameters with stacked layers, sharded over the devices of this machine.
-        tokenizer: tokenizer of the model.
     """
 
     step: int
@@ -261,11 +249,10 @@ class SavedRun:
         """
         from tba_jax.report.figures import FIGURES, to_png
 
-        draw = {figure.name: figure.draw for figure in FIGURES}.get(name)
-        if draw is None:
+        if name not in self.plots:
             raise ValueError(f"no plot {name!r}; there are {', '.join(self.plots)}")
-        figure = draw(self._files)
-        if figure is None:
+        (draw,) = (figure.draw for figure in FIGURES if figure.name == name)
+        if (figure := draw(self._files)) is None:
             raise ValueError(f"{self.workdir} has no data for the plot {name!r} yet")
         return Picture(to_png(figure, dpi))
 

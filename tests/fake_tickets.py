@@ -58,7 +58,7 @@ class House:
     """The owner's process; `restore` makes the next one from the newest checkpoint."""
 
     def __init__(self, num_searchers=2, *, prompts=None, given=(), **settings):
-        self.now, self.lines, self.num_owners, self.step = 0.0, [], 0, 0
+        self.now, self.lines, self.step = 0.0, [], 0
         self.num_searchers, self.prompts, self.given = num_searchers, prompts or Numbered(), given
         self.settings = {
             "num_prompts": 4,
@@ -71,17 +71,14 @@ class House:
         self.save()
 
     def open(self):
-        self.num_owners += 1
         self.merged = []  # numbers of tickets, in the order of the merges
         self.buffer = make_buffer(recency_prob=1.0)
         self.evaluations = EvaluationQueue(Shards())
         settings = OwnerSettings(
-            epoch=str(self.num_owners),
             identity=IDENTITY,
             num_searchers=self.num_searchers,
             num_local=0,
             samples_per_prompt=S,
-            heartbeat_timeout_s=10.0,
             **self.settings,
         )
         self.owner = Owner(

@@ -10,7 +10,6 @@ import asyncio
 import concurrent.futures
 import hmac
 import socket
-import threading
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -53,14 +52,28 @@ class Refused(ValueError):
 
 
 _STATUS = {NotReady: 503, Rewind: 409, RunEnded: 410, ValueError: 400}
-_ERRORS = {409: Rewind, 410: RunEnded, 400: Refused, 401: ChannelError, 404: ChannelError}
+_ERRORS = {409: Rewind, 410: RunEnded, 400: Refused}
 
 
 class Endpoint(NamedTuple):
-    """HOST:PORT candidates in the order in which clients try them, and the token of the run."""
+    """HOST:PORT of a channel server, and the token of the run."""
 
-    addresses: tuple[str, ...]
+    address: str
     token: str
+
+
+def own_address(towards: str = "") -> str:
+    """Return the address of this machine's network interface that reaches another machine.
+
+    Args:
+        towards: host name or address of the other machine; "": the interface of the default route.
+
+    Raises:
+        OSError: there is no route.
+    """
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((towards or "192.0.2.1", 9))  # sends nothing: the kernel chooses
+        return probe.getsockname()[0]
 
 
 class ChannelServer:
@@ -68,34 +81,27 @@ class ChannelServer:
 
     Args:
         handlers: method name -> handler. Handlers run on several threads.
-        is_local: whether to listen on the loopback interface only.
+        host: address of this machine for the clients; a loopback address: the server accepts
+            connections of this machine only.
 
     Attributes:
-        port: the port that the server listens on.
+        endpoint: address and token for the clients.
         failure: `failure.check()` raises the first unexpected error of a handler.
     """
 
     def __init__(
-        self, handlers: Mapping[str, Handler], token: str, *, is_local: bool = False
+        self, handlers: Mapping[str, Handler], token: str, host: str = "127.0.0.1"
     ) -> None:
-        self._handlers = dict(handlers)
-        self._token, self._is_local = token, is_local
-        self.failure = StopFlag()
-        bound = bind("127.0.0.1" if is_local else "0.0.0.0", 0)
+        self._handlers, self.failure = dict(handlers), StopFlag()
+        bound = bind("127.0.0.1" if host.startswith("127.") else "0.0.0.0", 0)
         self._server = HttpServer(self._respond, "channel-server", bound)
         self._threads = concurrent.futures.ThreadPoolExecutor(_NUM_THREADS, "channel-handler")
-        self.port = self._server.port
+        self.endpoint = Endpoint(f"{host}:{self._server.port}", token)
 
     def start(self) -> "ChannelServer":
         """Start listening; return self."""
         self._server.start()
         return self
-
-    def endpoint(self, host: str = "") -> Endpoint:
-        """Return addresses and token for the other processes; `host` comes first."""
-        hosts = ["127.0.0.1"] if self._is_local else own_addresses()
-        hosts = dict.fromkeys([host, *hosts] if host else hosts)
-        return Endpoint(tuple(f"{each}:{self.port}" for each in hosts), self._token)
 
     def close(self) -> None:
         """Stop listening; give unfinished requests a short time to end."""
@@ -114,8 +120,8 @@ class ChannelServer:
     async def _result(self, scope: Any, receive: Any) -> tuple[int, bytes]:
         headers = dict(scope["headers"])
         # Checked before the body is read: a sender without the token must not fill the memory.
-        given, wanted = headers.get(b"authorization", b""), f"Bearer {self._token}".encode()
-        if not hmac.compare_digest(given, wanted):
+        given, wanted = headers.get(b"authorization", b""), f"Bearer {self.endpoint.token}"
+        if not hmac.compare_digest(given, wanted.encode()):
             return 401, b"wrong token. Start the same command on every machine"
         handler = self._handlers.get(scope["path"].strip("/"))
         if handler is None or scope["method"] != "POST":
@@ -145,70 +151,49 @@ class Channel:
     """Requests to the channel server of a run; thread-safe.
 
     Args:
-        locate: returns the endpoint; called again after a failure, because a restarted buffer owner
-            may have another address. Raises `Unreachable` if no buffer owner is running.
+        locate: returns the endpoint; called again after a failure, because a restarted owner may
+            have another address. Raises `Unreachable` if no owner is running.
         timeout_s: longest wait for a response, in seconds.
     """
 
     def __init__(self, locate: Callable[[], Endpoint], *, timeout_s: float) -> None:
         import urllib3  # slow; runs of one process need no client
 
-        self._locate = locate
+        self._locate, self._endpoint = locate, None
         timeout = urllib3.Timeout(connect=min(5.0, timeout_s), read=timeout_s)
         self._pool = urllib3.PoolManager(maxsize=64, retries=False, timeout=timeout)
-        self._lock = threading.Lock()
-        self._connected: tuple[str, str] | None = None  # address, token
 
     def call(self, method: str, body: bytes = b"") -> bytes:
         """Return the response to a request.
 
         Raises:
-            Unreachable: no response arrived; the message names every address and its error.
+            Unreachable: no response arrived; the message has the address and the cause.
             ChannelError: the token is wrong, or another program answers.
             Rewind, RunEnded: raised by the handler. Refused: it raised a ValueError.
         """
-        with self._lock:
-            connected = self._connected
-        if connected is not None:
-            try:
-                return self._post(*connected, method, body)
-            except Unreachable:
-                with self._lock:
-                    self._connected = None
-                raise
-        endpoint = self._locate()
-        failures = []
-        for address in endpoint.addresses:
-            try:
-                response = self._post(address, endpoint.token, method, body)
-            except Unreachable as error:
-                failures.append(str(error))
-                continue
-            with self._lock:
-                self._connected = address, endpoint.token
-            return response
-        raise Unreachable("; ".join(failures) or "the address of the trainer is not known yet")
-
-    def _post(self, address: str, token: str, method: str, body: bytes) -> bytes:
         import urllib3
 
-        url, headers = f"http://{address}/{method}", {"authorization": f"Bearer {token}"}
+        endpoint = self._endpoint = self._endpoint or self._locate()
+        address, headers = endpoint.address, {"authorization": f"Bearer {endpoint.token}"}
         try:
-            response = self._pool.request("POST", url, body=body, headers=headers)
+            response = self._pool.request(
+                "POST", f"http://{address}/{method}", body=body, headers=headers
+            )
         except urllib3.exceptions.HTTPError as error:
+            self._endpoint = None
             raise Unreachable(f"{address}: {_brief(error)}") from error
         if response.status == 200:
             return response.data
         text = response.data[:500].decode(errors="replace")
         if response.status in (500, 503):
+            self._endpoint = None
             raise Unreachable(f"{address}: {text or 'not ready'}")
-        kind = _ERRORS.get(response.status, ChannelError)
-        if kind is ChannelError:
-            text = (
-                f"{address} answers HTTP {response.status} to {method!r} ({text}): another run, "
-                "another program or another version of tba_jax listens there"
-            )
-        raise kind(text)
+        if (kind := _ERRORS.get(response.status)) is not None:
+            raise kind(text)
+        raise ChannelError(
+            f"{address} answers HTTP {response.status} to {method!r} ({text}): another run, "
+            "another program or another version of tba_jax listens there"
+        )
 
 
 def _brief(error: BaseException) -> str:
@@ -216,24 +201,3 @@ def _brief(error: BaseException) -> str:
     while (inner := error.__cause__ or error.__context__) is not None:
         error = inner
     return f"{type(error).__name__}: {error}"[:200]
-
-
-def own_addresses() -> list[str]:
-    """Return the addresses of this machine for other machines; that of the default route first.
-
-    Loopback addresses are left out: a client of another machine would show the token to a program
-    of its own machine.
-    """
-    found = []
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing: the kernel chooses the interface
-            found.append(probe.getsockname()[0])
-        except OSError:
-            pass  # this machine has no default route
-    try:
-        entries = socket.getaddrinfo(socket.gethostname(), None, socket.AF_INET)
-    except OSError:
-        entries = []  # the host name has no address
-    found += [str(entry[4][0]) for entry in entries]
-    return list(dict.fromkeys(each for each in found if not each.startswith("127.")))

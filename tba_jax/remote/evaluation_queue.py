@@ -48,7 +48,7 @@ class EvaluationQueue:
         self._evaluator = evaluator
         self._lock, self._merging = threading.Lock(), threading.Lock()
         self._requested: list[_Evaluation] = []
-        self._taken: dict[int, EvaluationTicket] = {}  # by searcher
+        self._taken: dict[int, tuple[int, int]] = {}  # searcher -> version and first prompt
         self._finished: list[Finished] = []
 
     def request(self, version: int) -> None:
@@ -58,62 +58,54 @@ class EvaluationQueue:
             self._requested.append(_Evaluation(version, missing))
 
     def take(self, searcher: int) -> EvaluationTicket | None:
-        """Return the shard that this searcher must work on; None if there is none."""
+        """Return a shard for a searcher; None if there is none, or the searcher has one."""
         with self._lock:
-            if searcher not in self._taken:
-                busy = {ticket[:2] for ticket in self._taken.values()}
-                left = (
-                    ticket
-                    for each in self._requested
-                    for ticket in each.missing.values()
-                    if ticket[:2] not in busy
-                )
-                if (ticket := next(left, None)) is None:
-                    return None
-                self._taken[searcher] = ticket
-            return self._taken[searcher]
+            busy = set(self._taken.values())
+            for evaluation in self._requested if searcher not in self._taken else ():
+                for first, ticket in evaluation.missing.items():
+                    if (evaluation.version, first) not in busy:
+                        self._taken[searcher] = evaluation.version, first
+                        return ticket
+            return None
 
     def put(self, searcher: int, result: EvaluationResult) -> None:
         """Accept the result of a shard; without a result, another searcher may take the shard."""
         version, first, shard = result
         with self._lock:
-            taken = self._taken.get(searcher)
-            if taken is not None and taken[:2] == (version, first):
+            if self._taken.get(searcher) == (version, first):
                 del self._taken[searcher]
-            found = (x for x in self._requested if x.version == version and first in x.missing)
-            evaluation = next(found, None)
-            if evaluation is None:
-                return  # another searcher was faster
-            ticket = evaluation.missing.pop(first)
-            if shard is None:  # no weights: the shard goes to the end
-                evaluation.missing[first] = ticket
-                return
-            evaluation.shards.append(shard)
-        self._merge()
+            for evaluation in self._requested:
+                if evaluation.version == version and first in evaluation.missing:
+                    ticket = evaluation.missing.pop(first)
+                    if shard is not None:
+                        evaluation.shards.append(shard)
+                    else:  # no weights: the shard goes to the end
+                        evaluation.missing[first] = ticket
+                    break  # else another searcher was faster
+        with self._merging:
+            while self._requested and not self._requested[0].missing:
+                first_one = self._requested[0]
+                evaluation = self._evaluator.merge(first_one.shards)  # may take seconds
+                with self._lock:
+                    self._finished.append(Finished(first_one.version, evaluation))
+                    self._requested.remove(first_one)
 
     def lose(self, searcher: int) -> None:
         """Let another searcher work on the shard of this one."""
         with self._lock:
             self._taken.pop(searcher, None)
 
-    def _merge(self) -> None:
-        """Compute the metrics of complete evaluations, on the calling thread."""
-        with self._merging:
-            while True:
-                with self._lock:
-                    first = self._requested[0] if self._requested else None
-                if first is None or first.missing:
-                    return
-                evaluation = self._evaluator.merge(first.shards)
-                with self._lock:
-                    self._finished.append(Finished(first.version, evaluation))
-                    self._requested.remove(first)
-
     @property
     def versions(self) -> tuple[int, ...]:
         """Policy versions under evaluation, whose weights are still needed."""
         with self._lock:
             return tuple(each.version for each in self._requested)
+
+    @property
+    def num_missing(self) -> int:
+        """Number of shards without a result."""
+        with self._lock:
+            return sum(len(each.missing) for each in self._requested)
 
     def poll(self) -> list[Finished]:
         """Return the evaluations that finished since the last call."""
@@ -124,5 +116,5 @@ class EvaluationQueue:
     def forget_unbegun(self) -> None:
         """Cancel the evaluations of which no shard has been taken."""
         with self._lock:
-            begun = {ticket.version for ticket in self._taken.values()}
+            begun = {version for version, _ in self._taken.values()}
             self._requested = [x for x in self._requested if x.shards or x.version in begun]

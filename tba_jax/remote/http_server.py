@@ -3,7 +3,6 @@
 
 import logging
 import socket
-import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -40,24 +39,27 @@ class HttpServer:
 
     Args:
         bound: result of `bind`; the server closes this socket.
+
+    Attributes:
+        port: the port that the server listens on.
     """
 
     def __init__(self, application: Application, name: str, bound: socket.socket) -> None:
         import uvicorn  # slow; runs of one process need no server
 
-        self._socket = bound
-        config = uvicorn.Config(
-            application,
-            interface="asgi3",
-            log_config=None,
-            access_log=False,
-            lifespan="off",
-            timeout_keep_alive=600,
-            timeout_graceful_shutdown=1,
-        )
+        self._name, self._socket, self.port = name, bound, bound.getsockname()[1]
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
-        self._name = name
-        self._server = uvicorn.Server(config)
+        self._server = uvicorn.Server(
+            uvicorn.Config(
+                application,
+                interface="asgi3",
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                timeout_keep_alive=600,
+                timeout_graceful_shutdown=1,
+            )
+        )
         self._stop = StopFlag()
         self._worker = Worker(name, self._serve, self._stop)
 
@@ -73,21 +75,15 @@ class HttpServer:
             TimeoutError: the server did not start in time.
         """
         self._worker.start()
-        waited = threading.Event()
         for _ in range(int(_START_S / 0.01)):
             self._stop.check()
             if self._server.started:
                 return
-            waited.wait(0.01)
+            self._stop.wait(0.01)
         raise TimeoutError(
             f"the {self._name} did not start within {_START_S:.0f} s: the machine is overloaded. "
             "Run the same command again"
         )
-
-    @property
-    def port(self) -> int:
-        """The port that the server listens on."""
-        return self._socket.getsockname()[1]
 
     def close(self) -> None:
         """Stop listening; give unfinished requests a short time to end."""

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Messages between the owner of a run and its other processes, and their bytes.
 
-A response may be lost, so every message may arrive twice or late.
+A response may be lost, so every request may arrive twice or late. `decode` is the exact inverse of
+`encode`, except that keys of mappings become text.
 """
 
-import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -17,11 +17,11 @@ from tba_jax.flow.tickets import (
     EvaluationResult,
     EvaluationShard,
     EvaluationTicket,
+    Report,
     Result,
     Ticket,
 )
-from tba_jax.flow.trajectory import Draw, Group
-from tba_jax.replay.records import pack_groups, pack_results, unpack_groups, unpack_results
+from tba_jax.flow.trajectory import Draw, Group, Prompt, Trajectory
 
 
 class Heartbeat(NamedTuple):
@@ -42,14 +42,47 @@ class Joined(NamedTuple):
     """Response to a process that joins.
 
     Attributes:
-        epoch: name of the owner, for later messages.
+        place: name of the owner and of this join, for later requests.
         version: newest complete policy version; -1: there is none.
         run_s: running time of the run in seconds.
     """
 
-    epoch: str
+    place: str
     version: int
     run_s: float
+
+
+class Request(NamedTuple):
+    """Results and demand of a searcher.
+
+    Attributes:
+        number: counts the requests of a place; a repeated one gets the same response.
+        free: maximum number of tickets in the response; -1: no work.
+        version: version of the searcher's weights; -1: it has none.
+    """
+
+    place: str
+    searcher: int
+    number: int
+    free: int
+    version: int
+    heartbeat: Heartbeat
+    results: tuple[Result | EvaluationResult, ...]
+
+
+class Response(NamedTuple):
+    """Work for a searcher.
+
+    Attributes:
+        version: newest complete policy version; -1: there is none.
+        evaluated: versions under evaluation.
+        retry_s: seconds after which a searcher without work may ask again.
+    """
+
+    version: int
+    evaluated: tuple[int, ...]
+    retry_s: float
+    work: Sequence[Ticket] | Sequence[EvaluationTicket]
 
 
 class StepPlan(NamedTuple):
@@ -84,77 +117,71 @@ class Decision(NamedTuple):
     draws: Sequence[Draw] = ()
 
 
-Work = Sequence[Ticket] | Sequence[EvaluationTicket]
+_KINDS: dict[str, Any] = {
+    kind.__name__: kind
+    for kind in (
+        *(Prompt, Trajectory, Group, Ticket, Report, Result),
+        *(EvaluationTicket, EvaluationShard, EvaluationResult, DecodeCounts, Heartbeat),
+        *(Joined, Request, Response, StepPlan, Decision, Batch),
+    )
+}
+_NAME = "\x00"  # key of an entry that stands for an array, a tuple or an object of these kinds
 
 
-def pack_request(request: Mapping[str, Any], results: Sequence[Any]) -> bytes:
-    """Return a searcher's request, with JSON-compatible values, and its results as bytes."""
-    arrays, tickets = pack_results([each for each in results if isinstance(each, Result)])
-    shards = [each for each in results if isinstance(each, EvaluationResult)]
-    return pack_arrays(arrays, {"request": request, "tickets": tickets, "shards": shards})
+def encode(message: Any) -> bytes:
+    """Return a message as bytes: JSON-compatible values, arrays, tuples, and the classes above."""
+    arrays: dict[str, np.ndarray] = {}
+
+    def plain(x: Any) -> Any:
+        if isinstance(x, np.ndarray | np.generic):
+            arrays[str(len(arrays))] = np.asarray(x)
+            return {_NAME: "array", "at": str(len(arrays) - 1)}
+        name = type(x).__name__
+        if _KINDS.get(name) is type(x):
+            names = getattr(x, "_fields", None) or x.__dataclass_fields__
+            return {_NAME: name, "of": [plain(getattr(x, field)) for field in names]}
+        if isinstance(x, tuple):
+            return {_NAME: "tuple", "of": [plain(each) for each in x]}
+        if isinstance(x, list):
+            return [plain(each) for each in x]
+        if isinstance(x, Mapping):
+            return {str(key): plain(value) for key, value in x.items()}
+        return x
+
+    # `plain` fills the arrays.
+    tree = plain(message)
+    return pack_arrays(arrays, tree)
 
 
-def unpack_request(data: bytes) -> tuple[dict[str, Any], list[Result | EvaluationResult]]:
-    """Inverse of `pack_request`.
+def decode(data: bytes, kind: type = object) -> Any:
+    """Inverse of `encode`, for a message of one kind.
 
     Raises:
         ValueError: the bytes are damaged, or another version of tba_jax wrote them.
     """
+
+    def value(x: Any) -> Any:
+        if isinstance(x, list):
+            return [value(each) for each in x]
+        if not isinstance(x, dict):
+            return x
+        name = x.get(_NAME)
+        if name is None:
+            return {key: value(each) for key, each in x.items()}
+        if name == "array":
+            return arrays[x["at"]]
+        fields = [value(each) for each in x["of"]]
+        return tuple(fields) if name == "tuple" else _KINDS[name](*fields)
+
     try:
-        arrays, meta = unpack_arrays(data)
-        shards = [
-            EvaluationResult(version, first, None if shard is None else EvaluationShard(*shard))
-            for version, first, shard in meta["shards"]
-        ]
-        return meta["request"], [*unpack_results(arrays, meta["tickets"]), *shards]
+        arrays, tree = unpack_arrays(data)
+        message = value(tree)
+        if not isinstance(message, kind):
+            raise TypeError(f"it is a {type(message).__name__}, wanted {kind.__name__}")
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(
-            f"{len(data):,} bytes of a request cannot be read ({type(error).__name__}: {error}): "
+            f"{len(data):,} bytes of a message cannot be read ({type(error).__name__}: {error}): "
             "they were damaged in transit or sent by another version of tba_jax. Install the same "
             "version on every machine"
         ) from error
-
-
-def pack_work(response: Mapping[str, Any], work: Work) -> bytes:
-    """Return a response, with JSON-compatible values, and tickets as bytes with a checksum."""
-    prompts, facts = [], []
-    for each in work:
-        if isinstance(each, EvaluationTicket):
-            facts.append([len(each.prompts), each.version, each.first])
-            prompts += each.prompts
-        else:
-            facts.append([0, each.number, [y.tolist() for y in each.responses]])
-            prompts.append(each.prompt)
-    arrays, meta = pack_groups([Group(prompt, (), {}) for prompt in prompts])
-    return pack_arrays(arrays, {"response": response, "prompts": meta, "tickets": facts})
-
-
-def unpack_work(data: bytes) -> tuple[dict[str, Any], list[Any]]:
-    """Inverse of `pack_work`."""
-    arrays, meta = unpack_arrays(data)
-    prompts = iter([group.prompt for group in unpack_groups(arrays, meta["prompts"])])
-    work: list[Any] = []
-    for count, number, rest in meta["tickets"]:
-        if count:
-            work.append(EvaluationTicket(number, rest, tuple(itertools.islice(prompts, count))))
-        else:
-            responses = tuple(np.array(y, np.int32) for y in rest)
-            work.append(Ticket(number, next(prompts), responses))
-    return meta["response"], work
-
-
-def pack_decision(decision: Decision) -> bytes:
-    """Return plan and batch of a decision as bytes."""
-    batch = decision.batch
-    arrays = {} if batch is None else {n: x for n, x in batch._asdict().items() if x is not None}
-    return pack_arrays(arrays, decision.plan)
-
-
-def unpack_decision(data: bytes) -> Decision:
-    """Return the decision that `pack_decision` converted, without its draws.
-
-    Raises:
-        ValueError: the bytes are damaged.
-    """
-    arrays, plan = unpack_arrays(data)
-    return Decision(StepPlan(*plan), Batch(**arrays) if arrays else None)
+    return message

@@ -15,11 +15,14 @@ for any number of searchers (tests/remote/test_owner.py).
 
 import dataclasses
 import heapq
-import json
 import math
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from tba_jax.flow.state import PartState
 from tba_jax.flow.tickets import (
@@ -32,12 +35,19 @@ from tba_jax.flow.tickets import (
     check_result,
 )
 from tba_jax.flow.trajectory import Prompt
-from tba_jax.remote.channel import Handler, NotReady, Rewind, RunEnded
+from tba_jax.remote.channel import HEARTBEAT_S, Handler, NotReady, Rewind, RunEnded
 from tba_jax.remote.evaluation_queue import EvaluationQueue
-from tba_jax.remote.messages import Decision, Heartbeat, Joined, pack_work, unpack_request
+from tba_jax.remote.messages import (
+    Decision,
+    Heartbeat,
+    Joined,
+    Request,
+    Response,
+    decode,
+    encode,
+)
 from tba_jax.remote.steps import Steps
 from tba_jax.replay.buffer import ReplayBuffer
-from tba_jax.replay.records import pack_results, unpack_results
 
 # Size of the results that are not merged yet, above which no ticket begins.
 _MOST_BYTES = 64 * 2**20
@@ -45,13 +55,17 @@ _MOST_BYTES = 64 * 2**20
 # searcher waits at least _RETRY_S seconds between two requests.
 _MAX_REQUESTS_PER_S = 400.0
 _RETRY_S = 0.02
+# Attributes of an owner that a checkpoint has.
+_COUNTERS = (
+    *("_next", "_num_begun", "num_given", "_num_generated", "_num_lost", "num_skipped"),
+    "decoded_tokens",
+)
 
 
 class OwnerSettings(NamedTuple):
     """Settings of an owner.
 
     Attributes:
-        epoch: name of this owner, different from the names of all earlier owners of the run.
         identity: digest of the code and ID of the run, which other processes must have.
         num_searchers: number of searchers of the run.
         num_local: number of searchers of this process, the first ones.
@@ -60,10 +74,8 @@ class OwnerSettings(NamedTuple):
         max_staleness: bound on staleness in steps; 0: no bound.
         initial_fill: responses needed before the first step, besides given ones.
         samples_per_prompt: S, number of responses of a ticket.
-        heartbeat_timeout_s: seconds without a message after which a searcher counts as lost.
     """
 
-    epoch: str
     identity: str
     num_searchers: int
     num_local: int
@@ -72,7 +84,6 @@ class OwnerSettings(NamedTuple):
     max_staleness: int
     initial_fill: int
     samples_per_prompt: int
-    heartbeat_timeout_s: float
 
 
 @dataclasses.dataclass
@@ -81,13 +92,15 @@ class _Searcher:
 
     host: str = ""
     state: str = "absent"  # or connected, or lost
-    last_message_s: float = 0.0
     joins: int = 0
     groups: int = 0
     staleness: int = 0  # summed over the groups
     idle_s: float = 0.0
     idle_before_s: float = 0.0
     wants_stop: bool = False
+    last_message_s: float = 0.0
+    place: str = ""  # of the process that runs the searcher
+    answered: tuple[Any, bytes] = (None, b"")  # its last request, and the response
 
     @property
     def is_connected(self) -> bool:
@@ -101,7 +114,6 @@ class Owner:
         prompts: number -> (number, prompt) of the first usable prompt from this number on.
         steps: decisions on the training steps.
         given: tickets of given responses, numbered from 0; sampled tickets follow.
-        clock: monotonic clock in seconds.
         run_clock: running time of the run in seconds.
         log: receives one line for each join, loss and return of a searcher.
 
@@ -125,9 +137,9 @@ class Owner:
         steps: Steps,
         *,
         given: Sequence[Ticket] = (),
-        clock: Callable[[], float],
         run_clock: Callable[[], float],
         log: Callable[[str], None],
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings, self.evaluations, self.steps = settings, evaluations, steps
         self.has_ended, self.is_sampling, self.version = False, True, -1
@@ -136,12 +148,12 @@ class Owner:
         self._buffer, self._prompts = buffer, prompts
         self._given, self.num_given = tuple(given), len(given)
         self._clock, self._run_clock, self._log = clock, run_clock, log
-        self._looked_s = clock()  # time of the last check of the heartbeats
         self._lock = threading.RLock()
         self._searchers = [_Searcher() for _ in range(settings.num_searchers)]
+        self._epoch, self._num_joins = uuid.uuid4().hex, 0
         self._next = 0  # number of the next new ticket
         self._again: list[int] = []  # heap of numbers that were lost
-        self._open: dict[int, tuple[int, Ticket]] = {}  # number -> searcher and ticket
+        self._open: dict[int, int] = {}  # number of a ticket -> searcher
         self._results: dict[int, Result] = {}  # not merged yet, by number
         self._num_bytes = self._num_generated = self._num_lost = 0
         self._num_begun = 0  # sampled tickets
@@ -153,33 +165,21 @@ class Owner:
 
     # The four methods.
 
-    def take(
-        self,
-        searcher: int,
-        free: int,
-        version: int,
-        held: Collection[int] | None = None,
-        is_evaluating: bool = False,
-    ) -> list[Ticket] | list[EvaluationTicket]:
+    def take(self, searcher: int, free: int, version: int) -> list[Ticket] | list[EvaluationTicket]:
         """Return an evaluation shard for a searcher, or tickets to begin.
 
         Args:
-            free: maximum number of new tickets.
+            free: maximum number of tickets.
             version: version of the searcher's weights; -1: it has none.
-            held: numbers of all tickets that the searcher has; other open tickets of the searcher
-                were lost on the way, and are returned again. None: no ticket can be lost.
-            is_evaluating: whether the searcher has a shard already.
         """
-        if not is_evaluating and (shard := self.evaluations.take(searcher)) is not None:
+        if (shard := self.evaluations.take(searcher)) is not None:
             return [shard]
         with self._lock:
-            own = self._open_of(searcher)
-            tickets = [own[n] for n in sorted(own) if held is not None and n not in held]
             if self._allowed is not None:  # the searchers share the tickets evenly
-                free = min(free, self._most_each - len(own))
-            free += len(tickets)
+                free = min(free, self._most_each - len(self._open_of(searcher)))
+            tickets: list[Ticket] = []
             while len(tickets) < free and (ticket := self._begin(version)) is not None:
-                self._open[ticket.number] = searcher, ticket
+                self._open[ticket.number] = searcher
                 tickets.append(ticket)
             return tickets
 
@@ -224,8 +224,8 @@ class Owner:
 
     # Tickets.
 
-    def _open_of(self, searcher: int) -> dict[int, Ticket]:
-        return {n: ticket for n, (owner, ticket) in self._open.items() if owner == searcher}
+    def _open_of(self, searcher: int) -> list[int]:
+        return [number for number, owner in self._open.items() if owner == searcher]
 
     def _begin(self, version: int) -> Ticket | None:
         """Return the next ticket; None if none may begin with weights of this version."""
@@ -345,9 +345,11 @@ class Owner:
             return max(0, self.num_given - self._next) + begun
 
     @property
-    def num_sampled(self) -> int:
-        """Number of responses of finished tickets, without given ones."""
-        return self._num_generated - sum(len(each.responses) for each in self._given)
+    def is_filled(self) -> bool:
+        """Whether the responses that the first step needs have results."""
+        num_given = sum(len(each.responses) for each in self._given)
+        num_sampled = self._num_generated - num_given
+        return num_sampled >= self.settings.initial_fill and not self.num_given_left
 
     @property
     def num_under_way(self) -> int:
@@ -366,81 +368,68 @@ class Owner:
     def join(self, searchers: Sequence[int], host: str, identity: str) -> Joined:
         """Let a process run searchers; open tickets of their previous processes are lost.
 
-        A process without searchers receives only whether the run has ended.
-
         Args:
+            searchers: IDs; (): the process only waits for the end of the run.
             host: name of the process and its machine, for log lines.
             identity: digest of the code and ID of the run in that process.
 
         Raises:
-            RunEnded: the run has ended. ValueError: the process may not search.
+            RunEnded: the run has ended. ValueError: the process has other code.
         """
         with self._lock:
             if self.has_ended:
                 raise RunEnded("the run has ended")
-            refusal = ""
-            if unknown := [i for i in searchers if i not in self.remote_searchers]:
-                refusal = f"searchers {unknown} are not among {self.remote_searchers}"
-            elif searchers and identity != self.settings.identity:
-                refusal = f"its code and run are {identity}, wanted {self.settings.identity}"
-            if refusal:
-                self._log(f"{host} may not search: {refusal}")
+            if searchers and identity != self.settings.identity:
                 raise ValueError(
-                    f"{refusal}. Start the same command, with the same version of tba_jax, on "
-                    "every machine"
+                    f"its code and run are {identity}, wanted {self.settings.identity}. Start the "
+                    "same command, with the same version of tba_jax, on every machine"
                 )
+            self._num_joins += 1
+            place = f"{self._epoch}/{self._num_joins}"
             for searcher in searchers:
                 self.lose(searcher)
                 record = self._searchers[searcher]
-                record.host, record.state = host, "connected"
+                record.host, record.state, record.place = host, "connected", place
                 record.last_message_s, record.idle_before_s = self._clock(), record.idle_s
                 record.joins += 1
                 verb = "joined again" if record.joins > 1 else "joined"
                 self._log(f"searcher {searcher} on {host} {verb}")
-            return Joined(self.settings.epoch, self.version, self._run_clock())
+            return Joined(place, self.version, self._run_clock())
 
-    def answer(self, data: bytes) -> bytes:
+    def answer(self, request: Request) -> bytes:
         """Respond to a searcher of another process: `put`, `beat` and `take` in one message.
 
         Raises:
-            RunEnded: the run has ended. ValueError: the message or a result is invalid.
-            Rewind: the searcher joined an earlier owner.
+            RunEnded: the run has ended. Rewind: the searcher joined an earlier owner.
+            ValueError: a result is invalid, or another process runs the searcher now.
         """
-        request, results = unpack_request(data)
+        searcher, record = request.searcher, self._searchers[request.searcher]
         if self.has_ended:
             raise RunEnded("the run has ended")
-        if request["epoch"] != self.settings.epoch:
+        if not request.place.startswith(self._epoch):
             raise Rewind(
                 "the trainer was restored from a checkpoint; responses that the checkpoint does "
                 "not hold are sampled again"
             )
-        idle_s, decoded, wants_stop = request["heartbeat"]
-        searcher = request["searcher"]
-        self.put(searcher, results)
-        self.beat(searcher, Heartbeat(idle_s, DecodeCounts(*decoded), wants_stop))
-        demand = (request[name] for name in ("free", "version", "held", "is_evaluating"))
-        work = self.take(searcher, *demand)
-        response = {
-            "version": self.version,
-            "evaluated": self.evaluations.versions,
-            "retry_s": max(_RETRY_S, self.num_connected / _MAX_REQUESTS_PER_S),
-        }
-        return pack_work(response, work)
+        if request.place != record.place:
+            raise ValueError(f"another process, on {record.host}, runs searcher {searcher} now")
+        name = request.place, request.number
+        if record.answered[0] != name:  # else the response was lost on the way: send it again
+            self.put(searcher, request.results)
+            self.beat(searcher, request.heartbeat)
+            work = self.take(searcher, request.free, request.version) if request.free >= 0 else []
+            retry_s = max(_RETRY_S, self.num_connected / _MAX_REQUESTS_PER_S)
+            response = Response(self.version, self.evaluations.versions, retry_s, work)
+            record.answered = name, encode(response)
+        return record.answered[1]
 
     def lose_silent(self) -> bool:
-        """Count searchers over the heartbeat timeout as lost; return whether any was lost.
-
-        If this process was suspended, searchers get the timeout again to send a heartbeat.
-        """
+        """Count searchers over the heartbeat timeout as lost; return whether any was lost."""
         with self._lock:
-            now, limit_s, found = self._clock(), self.settings.heartbeat_timeout_s, False
-            was_suspended = not 0 <= now - self._looked_s <= limit_s / 2
-            self._looked_s = now
+            now, found = self._clock(), False
             for searcher, record in enumerate(self._searchers):
                 silent_s = now - record.last_message_s
-                if was_suspended:
-                    record.last_message_s = now
-                elif record.is_connected and silent_s > limit_s:
+                if record.is_connected and silent_s > HEARTBEAT_S:
                     self._log(
                         f"searcher {searcher} on {record.host} is lost: no message for "
                         f"{silent_s:.0f} s. Its {len(self._open_of(searcher))} open tickets are "
@@ -487,29 +476,28 @@ class Owner:
     def metrics(self) -> dict[str, float]:
         """Return metrics of the searchers of other processes by name."""
         with self._lock:
-            return {
-                "fleet/hosts": float(len({x.host for x in self._searchers if x.is_connected})),
-                "fleet/searchers": float(self.num_connected),
-                "fleet/slots": float(len(self.remote_searchers)),
-                "fleet/joins": float(sum(each.joins for each in self._searchers)),
-                "fleet/searchers_lost": float(self._num_searchers_lost),
-                "fleet/lost": float(self._num_lost // self.settings.samples_per_prompt),
-                "fleet/duplicates": float(self._num_duplicates),
+            hosts = {each.host for each in self._searchers if each.is_connected}
+            counts = {
+                "hosts": len(hosts),
+                "searchers": self.num_connected,
+                "slots": len(self.remote_searchers),
+                "joins": sum(each.joins for each in self._searchers),
+                "searchers_lost": self._num_searchers_lost,
+                "lost": self._num_lost // self.settings.samples_per_prompt,
+                "duplicates": self._num_duplicates,
             }
+        return {f"fleet/{name}": float(count) for name, count in counts.items()}
 
     def searchers(self) -> list[dict[str, Any]]:
         """Return one row for each searcher of another process, for the report."""
-        with self._lock:
-            records = [(i, self._searchers[i]) for i in self.remote_searchers]
-            names = ("host", "state", "joins", "groups", "idle_s")
-            return [
-                {
-                    "searcher": i,
-                    **{name: getattr(x, name) for name in names},
-                    "staleness_mean": x.staleness / x.groups if x.groups else None,
-                }
-                for i, x in records
-            ]
+        names = ("host", "state", "joins", "groups", "idle_s")
+        rows = []
+        for i in self.remote_searchers:
+            record = self._searchers[i]
+            mean = record.staleness / record.groups if record.groups else None
+            row = {name: getattr(record, name) for name in names}
+            rows.append({"searcher": i, **row, "staleness_mean": mean})
+        return rows
 
     @property
     def idle_s(self) -> list[float]:
@@ -527,32 +515,21 @@ class Owner:
     def state(self) -> PartState:
         """Return the position in the data, the results that are not merged, and the counters."""
         with self._lock:
-            arrays, meta = pack_results([self._results[n] for n in sorted(self._results)])
-            position = {
-                "next": self._next,
-                "open": sorted([*self._open, *self._again]),
-                "num_begun": self._num_begun,
-                "num_given": self.num_given,
-                "num_generated": self._num_generated,
-                "num_lost": self._num_lost,
-                "num_skipped": self.num_skipped,
-                "decoded_tokens": self.decoded_tokens,
-                "idle_s": self.idle_s,
-            }
-            return PartState(arrays, {**meta, "position": position})
+            results = tuple(self._results[number] for number in sorted(self._results))
+            meta = {name: getattr(self, name) for name in _COUNTERS}
+            meta |= {"open": sorted([*self._open, *self._again]), "idle_s": self.idle_s}
+        return PartState({"results": np.frombuffer(encode(results), np.uint8)}, meta)
 
     def restore(self, state: PartState) -> None:
         """Continue from a saved `state`; tickets that were open are issued again."""
-        results, position = unpack_results(*state), state.meta["position"]
+        results = decode(state.arrays["results"].tobytes())
         with self._lock:
             self._results = {result.number: result for result in results}
             self._num_bytes = sum(result.num_bytes for result in results)
-            self._next, self._again, self._open = position["next"], list(position["open"]), {}
-            self._num_begun, self.num_given = position["num_begun"], position["num_given"]
-            self._num_generated, self._num_lost = position["num_generated"], position["num_lost"]
-            self.num_skipped = position["num_skipped"]
-            self.decoded_tokens = position["decoded_tokens"]
-            for record, idle_s in zip(self._searchers, position["idle_s"], strict=False):
+            self._again, self._open = list(state.meta["open"]), {}
+            for name in _COUNTERS:
+                setattr(self, name, state.meta[name])
+            for record, idle_s in zip(self._searchers, state.meta["idle_s"], strict=False):
                 record.idle_s = record.idle_before_s = idle_s
 
 
@@ -569,31 +546,8 @@ def owner_handlers(owner: Callable[[], Owner | None]) -> Mapping[str, Handler]:
             raise NotReady("the trainer is starting, or has failed; its output has the cause")
         return found
 
-    def join(data: bytes) -> bytes:
-        values = _arguments(data, list, str, str)
-        return json.dumps(ready().join(*values)).encode()
-
-    def step(data: bytes) -> bytes:
-        values = _arguments(data, int, int, bool, bool)
-        return ready().steps.request(*values)
-
-    return {"join": join, "search": lambda data: ready().answer(data), "step": step}
-
-
-def _arguments(data: bytes, *kinds: type) -> list[Any]:
-    """Return the values of a message, a JSON list.
-
-    Raises:
-        ValueError: the message has other values; it is refused and does not end the run.
-    """
-    try:
-        values = json.loads(data)
-    except ValueError:
-        values = None
-    if not isinstance(values, list) or [type(x) for x in values] != list(kinds):
-        wanted = ", ".join(kind.__name__ for kind in kinds)
-        raise ValueError(
-            f"a message has {data[:80]!r}; wanted the JSON list [{wanted}]. Install the same "
-            "version of tba_jax on every machine"
-        )
-    return values
+    return {
+        "join": lambda data: encode(ready().join(*decode(data, tuple))),
+        "search": lambda data: ready().answer(decode(data, Request)),
+        "step": lambda data: ready().steps.request(*decode(data, tuple)),
+    }

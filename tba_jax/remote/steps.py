@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from tba_jax.devices.cluster import PeerError
 from tba_jax.flow.layout import RowLayout
-from tba_jax.remote.messages import Decision, StepPlan, pack_decision
+from tba_jax.remote.messages import Decision, StepPlan, encode
 from tba_jax.replay.buffer import ReplayBuffer
 
 _LONG_POLL_S = 1.0  # longest wait of a request; the client then repeats it
@@ -76,11 +76,8 @@ class Steps:
         Raises:
             PeerError: another trainer process does not request this step in time.
         """
-        settings = self._settings
-        if wants_stop() or self.wants_stop:
-            decision = Decision(StepPlan(wait=True, stop=True))
-            self._wait(step)
-        else:
+        settings, decision = self._settings, Decision(StepPlan(wait=True, stop=True))
+        if not (wants_stop() or self.wants_stop):
             draws = self._buffer.draw(self._layout.num_prompts, self._layout.group_size, step)
             if draws is None:
                 return Decision(StepPlan(wait=True))
@@ -93,8 +90,9 @@ class Steps:
                 publish=settings.needs_versions or not is_busy,
             )
             decision = Decision(plan, self._layout.batch(draws, step), draws)
+        self._wait(step)
         if settings.processes:
-            packed = pack_decision(decision)
+            packed = encode(decision._replace(draws=()))
             with self._changed:
                 self._decided, self._decision = step, packed
                 self._changed.notify_all()
@@ -114,17 +112,11 @@ class Steps:
             ValueError: the process is not part of the job, or the step is over.
         """
         with self._changed:
-            if process not in self._settings.processes:
+            if process not in self._settings.processes or step < self._decided:
                 raise ValueError(
-                    f"process {process} requests a step, but the other trainer processes "
-                    f"are {list(self._settings.processes)}. Start every process with the same "
-                    "command"
-                )
-            if step < self._decided:
-                raise ValueError(
-                    f"process {process} requests step {step}, but the newest "
-                    f"decision is of step {self._decided}. Stop all processes, and start each "
-                    "with the same command"
+                    f"process {process} requests step {step}; the other trainer processes are "
+                    f"{list(self._settings.processes)}, and the newest decision is of step "
+                    f"{self._decided}. Stop all processes, and start each with the same command"
                 )
             self._requests[process] = _Request(step, wants_stop, is_publishing)
             self._changed.notify_all()

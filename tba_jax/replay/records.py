@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trajectories as bytes, as the replay buffer, checkpoints and messages hold them.
+"""Trajectories as bytes, as the replay buffer and checkpoints hold them.
 
 A packed trajectory is one byte string: a head of numbers, then its arrays. Values that many
 trajectories share are in the table of a `Packer`. A snapshot is flat arrays and JSON-compatible
@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tba_jax.flow.tickets import Report, Result
-from tba_jax.flow.trajectory import FinishReason, Group, Prompt, Trajectory
+from tba_jax.flow.trajectory import FinishReason, Prompt, Trajectory
 
 Snapshot = tuple[dict[str, np.ndarray], dict[str, Any]]
 
@@ -138,39 +137,6 @@ def from_snapshot(
     packed = iter(_unflatten(arrays, "packed"))
     stores = [list(itertools.islice(packed, size)) for size in arrays["group_sizes"].tolist()]
     return prompts, stores, Packer(meta["shared"])
-
-
-def pack_groups(groups: Sequence[Group]) -> Snapshot:
-    """Return groups as a snapshot."""
-    packer = Packer()
-    packed = [[packer.pack(y) for y in group.trajectories] for group in groups]
-    arrays, meta = to_snapshot([group.prompt for group in groups], packed, packer)
-    return arrays, {**meta, "rejected": [dict(group.rejected) for group in groups]}
-
-
-def unpack_groups(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> list[Group]:
-    """Inverse of `pack_groups`."""
-    prompts, packed, packer = from_snapshot(arrays, meta)
-    return [
-        Group(prompt, tuple(packer.unpack(x) for x in own), rejected)
-        for prompt, own, rejected in zip(prompts, packed, meta["rejected"], strict=True)
-    ]
-
-
-def pack_results(results: Sequence[Result]) -> Snapshot:
-    """Return results as flat arrays and JSON-compatible metadata, without loss."""
-    arrays, meta = pack_groups([result.group for result in results])
-    return arrays, {**meta, "results": [[r.number, r.version, list(r.report)] for r in results]}
-
-
-def unpack_results(arrays: Mapping[str, np.ndarray], meta: Mapping[str, Any]) -> list[Result]:
-    """Inverse of `pack_results`."""
-    return [
-        Result(number, version, group, Report(*report))
-        for group, (number, version, report) in zip(
-            unpack_groups(arrays, meta), meta["results"], strict=True
-        )
-    ]
 
 
 def _flatten(name: str, blobs: Sequence[bytes]) -> dict[str, np.ndarray]:

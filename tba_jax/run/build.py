@@ -7,9 +7,7 @@ step donates its inputs.
 
 import dataclasses
 import functools
-import time
-import uuid
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,23 +21,16 @@ from tba_jax.config.schema import Config
 from tba_jax.devices.cluster import Cluster
 from tba_jax.flow.layout import Batch
 from tba_jax.flow.tickets import Ticket
+from tba_jax.flow.trajectory import Prompt
 from tba_jax.models import lora
-from tba_jax.remote.channel import HEARTBEAT_S
 from tba_jax.remote.client import Client
 from tba_jax.remote.evaluation_queue import EvaluationQueue
 from tba_jax.remote.owner import Owner, OwnerSettings
 from tba_jax.remote.steps import Steps, StepSettings
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.report.progress import ProgressDisplay
+from tba_jax.run import model_parts, task_parts
 from tba_jax.run.checkpoint import Checkpoints
-from tba_jax.run.model_parts import (
-    abstract_state,
-    make_layout,
-    make_publication_program,
-    make_rate,
-    make_step_settings,
-    make_step_shardings,
-)
 from tba_jax.run.object_store import storage_of, upload
 from tba_jax.run.peers import OwnerServer, Peer
 from tba_jax.run.records import Logs
@@ -47,17 +38,12 @@ from tba_jax.run.run_state import Run
 from tba_jax.run.shared import (
     RunClock,
     Shared,
-    build_judging,
+    judging_of,
     make_arrival,
     make_searchers,
     open_shared,
 )
-from tba_jax.run.task_parts import (
-    make_evaluator,
-    make_reader,
-    try_rewards,
-)
-from tba_jax.search.prompts import PromptReader, Prompts
+from tba_jax.search.prompts import Prompts
 from tba_jax.search.searcher import Searcher
 from tba_jax.search.start_data import load_start_tickets
 from tba_jax.storage.steps import delete_own
@@ -73,10 +59,10 @@ from tba_jax.weights.memory import Weights
 def build(
     config: Config,
     workdir: Path,
-    *,
     cluster: Cluster,
     clock: RunClock,
     progress: ProgressDisplay,
+    *,
     writers: Sequence[Any] = (),
     link: Peer | None = None,
 ) -> Run:
@@ -89,11 +75,13 @@ def build(
 
     Raises:
         ConfigError, PlacementError: the devices do not fit the placement.
-        ValueError: the model folder, the data or a reward function is not usable.
+        ValueError, RewardFailure: the model folder, the data or a reward function is not usable.
         CheckpointError: the newest checkpoint is damaged, or belongs to another run.
     """
     shared = open_shared(config, workdir, cluster=cluster, clock=clock, note=progress.note)
-    _check_rewards(shared)
+    shared.rewards.check()
+    if cluster.is_primary and not shared.sites.searchers:  # other processes grade
+        task_parts.try_rewards(config, shared.task)
     checkpoints = Checkpoints(
         storage_of(shared.workdir),
         before_commit=functools.partial(upload, shared.workdir),
@@ -101,18 +89,21 @@ def build(
         members=cluster.members,
     )
     step = _newest_intact(checkpoints, cluster)
-    if step is None:
-        _check_prompts(shared, progress)
+    reader = task_parts.make_reader(config, shared.task, shared.tokenizer)
+    if step is None and cluster.is_primary and not task_class(config.task.name).makes_problems:
+        progress.phase(f"checking {shared.task.size('train'):,} prompts")
+        for line in reader.check_all():
+            progress.note(line)
     state, base = _start_state(shared, checkpoints, step, progress.phase)
-    judging = build_judging(shared)
-    evaluator = make_evaluator(config, shared.task, shared.tokenizer, judging.metrics)
+    judging = judging_of(shared)
+    evaluator = task_parts.make_evaluator(config, shared.task, shared.tokenizer, judging.metrics)
     if evaluator.num_skipped:
         progress.note(
             f"{evaluator.num_skipped} held-out prompts exceed task.max_prompt_tokens and are "
             "skipped"
         )
     evaluations = EvaluationQueue(evaluator)
-    weights = _make_weights(shared, base, lambda: evaluations.versions)
+    weights = _make_weights(shared, base, evaluations)
     parts = make_searchers(shared, weights, judging)
     # With driver=sync, a wait for fresh responses would never end: they come from the same thread.
     pace = config.replay.pace if config.driver == "async" else "off"
@@ -120,8 +111,13 @@ def build(
     owner = None
     if cluster.is_primary:
         # A checkpoint of a later step has the results of all given responses.
-        given = [] if step else _read_start_tickets(shared, progress.note)
-        owner = _make_owner(shared, buffer, evaluations, given, progress.note)
+        path = "" if step else config.task.start_path
+        given = load_start_tickets(path, reader, shared.tokenizer, config.search) if path else []
+        if given:
+            num_given = sum(len(ticket.responses) for ticket in given)
+            progress.note(f"{num_given:,} given responses come first, in {len(given):,} groups")
+        prompts = Prompts(reader, config.seed).from_number
+        owner = _make_owner(shared, buffer, prompts, evaluations, given, progress.note)
     run = Run(
         shared=shared,
         checkpoints=checkpoints,
@@ -132,62 +128,12 @@ def build(
         weights=weights,
         owner=owner,
         searchers=tuple(Searcher(each, owner) for each in parts) if owner else (),
-        logs=Logs(shared.workdir, cluster, progress, writers),
+        logs=Logs(shared.workdir, cluster.is_primary, progress, writers),
         server=link if isinstance(link, OwnerServer) else None,
         client=link if isinstance(link, Client) else None,
     )
     run.restore(step)
     return run
-
-
-def _make_weights(
-    shared: Shared, base: Any, versions: Callable[[], Collection[int]]
-) -> Weights | WeightFolder:
-    """Make the weights that a trainer process publishes: in memory, or as files.
-
-    Args:
-        versions: returns the versions under evaluation, which stay on disk.
-    """
-    sites, cluster = shared.sites, shared.cluster
-    publish = make_publication_program(shared.config, shared.model.config, sites.publication.mesh)
-    if not writes_versions(shared.config):
-        arrival = make_arrival(shared, base)
-        return Weights(sites.trainer.locked(publish), arrival.shardings, arrival.merges)
-    storage = storage_of(shared.workdir)
-    if cluster.is_primary:  # steps are made again, and their versions with them
-        delete_own(storage / FOLDER, shared.run_id)
-    cluster.broadcast_json(None)  # the others list the folder after that
-    return WeightFolder(
-        storage, publish, run_id=shared.run_id, members=cluster.members, wanted=versions
-    )
-
-
-def _check_rewards(shared: Shared) -> None:
-    """Try the reward functions of a run on one row, also if only other processes call them.
-
-    Raises:
-        ValueError, RewardFailure, RuntimeError: a reward cannot be used.
-    """
-    shared.rewards.check()
-    if not shared.cluster.is_primary:
-        return
-    if shared.rewards.server is not None:
-        shared.rewards.server.unload_earlier()
-    if not shared.sites.searchers:
-        try_rewards(shared.config, shared.task)
-
-
-def _check_prompts(shared: Shared, progress: ProgressDisplay) -> None:
-    """Read the training prompts of a new run, and report prompts that are too long.
-
-    Raises:
-        ValueError: prompts are too long, or cannot be read.
-    """
-    task = shared.task
-    if not task_class(shared.config.task.name).makes_problems and shared.cluster.is_primary:
-        progress.phase(f"checking {task.size('train'):,} prompts")
-        for line in make_reader(shared.config, task, shared.tokenizer).check_all():
-            progress.note(line)
 
 
 def _newest_intact(checkpoints: Checkpoints, cluster: Cluster) -> int | None:
@@ -219,7 +165,7 @@ def _start_state(
         step: step of the checkpoint to restore; None: start from the model.
     """
     config, policy, mesh = shared.config, shared.policy, shared.sites.trainer.mesh
-    shardings = make_step_shardings(config, shared.model.config, mesh)
+    shardings = model_parts.make_step_shardings(config, shared.model.config, mesh)
     has_adapters = policy.adapters is not None
     params = base = None
     if step is None or has_adapters:
@@ -235,8 +181,31 @@ def _start_state(
             params = lora.init_adapters(policy, config.seed, shardings.state.params)
         return make_init_state(make_optimizer(config.optimizer), shardings)(params), base
     phase("restoring the newest checkpoint")
-    state = checkpoints.read(step, abstract_state(config, shared.model.config, mesh))
-    return TrainState(*state), base
+    abstract = model_parts.abstract_state(config, shared.model.config, mesh)
+    return TrainState(*checkpoints.read(step, abstract)), base
+
+
+def _make_weights(
+    shared: Shared, base: Any, evaluations: EvaluationQueue
+) -> Weights | WeightFolder:
+    """Make the weights that a trainer process publishes: in memory, or as files."""
+    sites, cluster = shared.sites, shared.cluster
+    publish = model_parts.make_publication_program(
+        shared.config, shared.model.config, sites.publication.mesh
+    )
+    if not writes_versions(shared.config):
+        return Weights(sites.trainer.locked(publish), *make_arrival(shared, base))
+    storage = storage_of(shared.workdir)
+    if cluster.is_primary:  # steps are made again, and their versions with them
+        delete_own(storage / FOLDER, shared.run_id)
+    cluster.broadcast_json(None)  # the others list the folder after that
+    return WeightFolder(
+        storage,
+        publish,
+        run_id=shared.run_id,
+        members=cluster.members,
+        wanted=lambda: evaluations.versions,
+    )
 
 
 def _make_trainer(
@@ -246,16 +215,11 @@ def _make_trainer(
     buffer: ReplayBuffer,
     weights: Weights | WeightFolder,
 ) -> Trainer:
-    """Build the trainer of a process.
-
-    Args:
-        state: the train state; the trainer donates it.
-        base: frozen parameters under adapters; None without adapters.
-    """
+    """Build the trainer of a process, which donates the state; `base` is frozen, under adapters."""
     config, site = shared.config, shared.sites.trainer
-    shardings = make_step_shardings(config, shared.model.config, site.mesh)
-    settings = make_step_settings(config, shared.tokenizer.eos_ids, site.mesh)
-    optimizer, rate = make_optimizer(config.optimizer), make_rate(config)
+    shardings = model_parts.make_step_shardings(config, shared.model.config, site.mesh)
+    settings = model_parts.make_step_settings(config, shared.tokenizer.eos_ids, site.mesh)
+    optimizer, rate = make_optimizer(config.optimizer), model_parts.make_rate(config)
     update = site.locked(make_train_step(shared.policy, optimizer, rate, settings, shardings))
     score = site.locked(make_reference_pass(shared.policy, settings, shardings))
     is_alone = shared.cluster.num_processes == 1
@@ -288,43 +252,26 @@ def _from_whole(array: np.ndarray, sharding: jax.sharding.Sharding) -> Array:
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
-def _read_start_tickets(shared: Shared, note: Callable[[str], None]) -> list[Ticket]:
-    """Return the tickets of the given responses in task.start_path, if it is set."""
-    config, path = shared.config, shared.config.task.start_path
-    if not path:
-        return []
-    reader = PromptReader(shared.task, shared.tokenizer, config.task.max_prompt_tokens)
-    given = load_start_tickets(path, reader, shared.tokenizer, config.search)
-    num_given = sum(len(ticket.responses) for ticket in given)
-    note(f"{num_given:,} given responses come first, in {len(given):,} groups")
-    return given
-
-
 def _make_owner(
     shared: Shared,
     buffer: ReplayBuffer,
+    prompts: Callable[[int], tuple[int, Prompt]],
     evaluations: EvaluationQueue,
     given: Sequence[Ticket],
     note: Callable[[str], None],
 ) -> Owner:
     """Return the owner of the run's tickets, before it is restored."""
-    config = shared.config
-    max_staleness = config.replay.max_staleness
-    steps = Steps(
-        StepSettings(
-            num_steps=config.num_steps,
-            sync_period=config.sync_period,
-            checkpoint_period=config.checkpoint.period,
-            # Without newer weights a bound would admit no tickets, and no step would follow.
-            needs_versions=max_staleness > 0,
-            processes=shared.cluster.members[1:],
-            timeout_s=config.log.watchdog_s,
-        ),
-        buffer,
-        make_layout(config, shared.tokenizer, shared.sites.trainer.mesh),
+    config, max_staleness = shared.config, shared.config.replay.max_staleness
+    step_settings = StepSettings(
+        num_steps=config.num_steps,
+        sync_period=config.sync_period,
+        checkpoint_period=config.checkpoint.period,
+        # Without newer weights a bound would admit no tickets, and no step would follow.
+        needs_versions=max_staleness > 0,
+        processes=shared.cluster.members[1:],
+        timeout_s=config.log.watchdog_s,
     )
     settings = OwnerSettings(
-        epoch=uuid.uuid4().hex,
         identity=shared.identity,
         num_searchers=shared.sites.num_searchers,
         num_local=len(shared.sites.searchers),
@@ -333,17 +280,9 @@ def _make_owner(
         max_staleness=max_staleness if config.driver == "async" else 0,
         initial_fill=config.search.initial_fill,
         samples_per_prompt=config.search.samples_per_prompt,
-        heartbeat_timeout_s=HEARTBEAT_S,
     )
-    reader = make_reader(config, shared.task, shared.tokenizer)
+    layout = model_parts.make_layout(config, shared.tokenizer, shared.sites.trainer.mesh)
+    steps, clock = Steps(step_settings, buffer, layout), shared.clock
     return Owner(
-        settings,
-        buffer,
-        Prompts(reader, config.seed).from_number,
-        evaluations,
-        steps,
-        given=given,
-        clock=time.monotonic,
-        run_clock=shared.clock,
-        log=note,
+        settings, buffer, prompts, evaluations, steps, given=given, run_clock=clock, log=note
     )

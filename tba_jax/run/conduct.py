@@ -3,12 +3,12 @@
 
 import os
 import platform
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from rich.console import Console
 
 from tba_jax.config.command_line import versions
@@ -61,10 +61,26 @@ def conduct(
         UserError: the reward function cannot be used.
         WorkdirLost: the work directory was removed, or its storage fails.
     """
-    display = _make_display(config, cluster, start_s, console)
+    task, is_primary = make_task(config), cluster.is_primary
+    if console is None and not is_primary:
+        console = Console(quiet=True, force_terminal=False)
+    kind = task.response_kinds[0] if task.response_kinds else ""
+    display = ProgressDisplay(
+        config.num_steps, kind=kind, metric=task.metric, console=console, start_s=start_s
+    )
     try:
-        run = _open(config, workdir, cluster, start_s, display, link, callbacks)
-        run.hold = hold
+        named = Callbacks(callbacks, display.note)
+        for line in filter(None, (*notes(config), open_cache())):
+            display.note(line)
+        writers: list[Any] = [ReportProcess(workdir)] if is_primary else []
+        if is_primary and (tracker := config.log.tracker):
+            writers.append(make_tracker(tracker, workdir, flatten(config), run_id_of(workdir)))
+        clock = RunClock(start_s)
+        run = build(config, workdir, cluster, clock, display, writers=writers, link=link)
+        run.callbacks, run.hold = named, hold
+        if begun := run.trainer.step_index:
+            display.resume(stream_jsonl(run.shared.workdir / "metrics.jsonl"))
+            display.note(f"resumed {run.shared.workdir} at step {begun} of {config.num_steps}")
     except BaseException:
         display.close()
         raise
@@ -79,80 +95,28 @@ def conduct(
             raise found from error
         raise
     run.close()
-    report = write_report_json(run) if cluster.is_primary else {}
-    if is_done and cluster.is_primary:
+    report = write_report_json(run) if is_primary else {}
+    if is_done and is_primary:
         from tba_jax.report.build import build_report  # loads the plotting library
 
         build_report(workdir)
     return Outcome(run.trainer.step_index, is_done, was_finished=False, report=report)
 
 
-def _make_display(
-    config: Config, cluster: Cluster, start_s: float, console: Console | None
-) -> ProgressDisplay:
-    task = make_task(config)
-    if console is None and not cluster.is_primary:
-        console = Console(quiet=True, force_terminal=False)
-    return ProgressDisplay(
-        config.num_steps,
-        kind=task.response_kinds[0] if task.response_kinds else "",
-        metric=task.metric,
-        console=console,
-        start_s=start_s,
-    )
-
-
-def _open(
-    config: Config,
-    workdir: Path,
-    cluster: Cluster,
-    start_s: float,
-    display: ProgressDisplay,
-    link: Peer | None,
-    callbacks: Sequence[Callable[..., Any]],
-) -> Run:
-    """Build the run, and show the metrics that earlier processes of the run logged."""
-    named = Callbacks(callbacks, display.note)
-    for line in filter(None, (*notes(config), open_cache())):
-        display.note(line)
-    writers: list[Any] = []
-    if cluster.is_primary:
-        writers.append(ReportProcess(workdir))
-        if tracker := config.log.tracker:
-            writers.append(make_tracker(tracker, workdir, flatten(config), run_id_of(workdir)))
-    run = build(
-        config,
-        workdir,
-        cluster=cluster,
-        clock=RunClock(time.perf_counter, start_s),
-        progress=display,
-        writers=writers,
-        link=link,
-    )
-    run.callbacks = named
-    if begun := run.trainer.step_index:
-        display.resume(stream_jsonl(run.shared.workdir / "metrics.jsonl"))
-        display.note(f"resumed {run.shared.workdir} at step {begun} of {config.num_steps}")
-    return run
-
-
 def write_report_json(run: Run) -> dict[str, Any]:
     """Write the final metrics of the run to WORKDIR/report.json, and return them."""
     owner, counters, wall_s = run.owner, run.trainer.counters, run.clock()
     assert owner is not None, "the primary process owns the buffer"
+    before, after = run.evaluated.before, run.evaluated.after
     device = jax.local_devices()[0]
     report = {
         "name": run.config.name,
         "seed": run.config.seed,
         "driver": run.config.driver,
-        "eval": {
-            "before": _figures(run.evaluated.before),
-            "after": _figures(run.evaluated.after),
-        },
+        "eval": {"before": _figures(before), "after": _figures(after)},
         "steps": run.trainer.step_index,
         "num_steps": run.config.num_steps,
         "wall_s": wall_s,
-        "time_to_first_step_s": run.clock.time_to_first_step_s,
         "tokens_per_s": {
             "decoded": owner.decoded_tokens / wall_s,
             "trained": counters.trained_tokens / wall_s,
@@ -167,11 +131,8 @@ def write_report_json(run: Run) -> dict[str, Any]:
             "max_s": counters.sync_max_s,
         },
         "skipped_prompts": {"train": owner.num_skipped, "eval": run.evaluator.num_skipped},
-        "compiled_decode_programs": next(
-            (each.evaluator.decoder.compile_count for each in run.parts), 0
-        ),
         "kinds": list(run.shared.task.response_kinds),
-        "samples": _samples(run),
+        "samples": [] if before is None or after is None else _samples(run, before, after),
         "processes": jax.process_count(),
         "hardware": f"{jax.device_count()} x {device.device_kind}, "
         f"{os.cpu_count()} CPU cores, {platform.platform()}",
@@ -195,32 +156,24 @@ def write_report_json(run: Run) -> dict[str, Any]:
 
 def _figures(record: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Return the figures of an evaluation, without texts."""
-    if record is None:
-        return None
-    return {k: v for k, v in record.items() if k not in ("texts", "rewards")}
+    texts = ("texts", "rewards")
+    return None if record is None else {k: v for k, v in record.items() if k not in texts}
 
 
-def _samples(run: Run) -> list[dict[str, Any]]:
+def _samples(run: Run, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the first held-out prompts, with a response before and a response after training."""
-    before, after = run.evaluated.before, run.evaluated.after
-    if before is None or after is None:
-        return []
     prompts = run.evaluator.prompts
     if len(prompts) == 1:  # Show several responses of the only prompt.
         prompts = prompts * len(before["texts"])
-    shown = zip(
-        prompts, before["texts"], before["rewards"], after["texts"], after["rewards"], strict=False
-    )
+    names = ("before", "before_reward", "after", "after_reward")
+    shown = zip(before["texts"], before["rewards"], after["texts"], after["rewards"], strict=False)
     return [
         {
             "prompt": prompt.text,
             "answer": prompt.columns.get("answer", ""),
-            "before": old,
-            "after": new,
-            "before_reward": old_reward,
-            "after_reward": new_reward,
+            **dict(zip(names, values, strict=True)),
         }
-        for prompt, old, old_reward, new, new_reward in shown
+        for prompt, values in zip(prompts, shown, strict=False)
     ]
 
 
@@ -238,16 +191,9 @@ def staleness_summary(counts: Mapping[int, int]) -> dict[str, float]:
     """
     if not counts:
         return {}
-    values = sorted(counts)
-    total = sum(counts.values())
-
-    def quantile(share: float) -> int:
-        reached = 0
-        for value in values:
-            reached += counts[value]
-            if reached >= share * total:
-                break
-        return value
-
-    mean = sum(value * count for value, count in counts.items()) / total
-    return {"mean": mean, "p50": quantile(0.5), "p95": quantile(0.95), "max": values[-1]}
+    values = np.array(sorted(counts))
+    uses = np.array([counts[int(value)] for value in values])
+    at = np.searchsorted(np.cumsum(uses), np.array([0.5, 0.95]) * uses.sum())
+    p50, p95 = (int(value) for value in values[at])
+    mean = float(np.average(values, weights=uses))
+    return {"mean": mean, "p50": p50, "p95": p95, "max": int(values[-1])}

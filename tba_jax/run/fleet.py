@@ -85,9 +85,10 @@ class TrainerProcess:
         from tba_jax.run.conduct import conduct
 
         if number == 0:
-            is_local = config.fleet.address == "local"
-            server = OwnerServer(token, is_local=is_local, num_restarts=num_restarts)
-            write_json(workdir / OWNER, {"addresses": server.endpoint.addresses})
+            import ray.util
+
+            server = OwnerServer(token, ray.util.get_node_ip_address(), num_restarts)
+            write_json(workdir / OWNER, {"address": server.endpoint.address})
         cluster = start_cluster(config, Address(addresses[0], len(addresses), number))
         link = connect(config, cluster, range(cluster.num_processes), server)
         stopped = self._interrupted.is_set
@@ -119,29 +120,28 @@ class SearcherProcess:
             PeerError: the trainer refuses this process.
         """
         from tba_jax.devices.program_cache import open_cache
-        from tba_jax.run.search_process import open_search_process, search
+        from tba_jax.run.search_process import search
+        from tba_jax.run.shared import open_searchers
 
         def endpoint() -> Endpoint:
             try:
-                return Endpoint(tuple(read_json(workdir / OWNER)["addresses"]), token)
+                return Endpoint(read_json(workdir / OWNER)["address"], token)
             except (OSError, ValueError) as error:
                 raise Unreachable(f"no trainer has written {workdir / OWNER}") from error
 
         start_cluster(config)
         open_cache()
-        process = open_search_process(config, workdir, searchers)
-        channel, name = (
-            Channel(endpoint, timeout_s=HEARTBEAT_S),
-            f"{socket.gethostname()}/{os.getpid()}",
-        )
+        shared, parts, weights = open_searchers(config, workdir, searchers)
+        channel = Channel(endpoint, timeout_s=HEARTBEAT_S)
+        name = f"{socket.gethostname()}/{os.getpid()}"
         # The driver decides how long searchers wait for a trainer.
         client = Client(channel, name, timeout_s=math.inf, log=_print)
         try:
             while True:
-                search(process, client, StopFlag())
+                search(shared, parts, weights, client, stop=StopFlag())
                 time.sleep(_ENDED_S)
         finally:
-            process.shared.rewards.close()
+            shared.rewards.close()
 
 
 def add_failure(failures: Counter[tuple[str, int]], name: str, step: int, why: str) -> None:

@@ -9,18 +9,17 @@
                                 log and save
 
 Every trainer process runs `Loop.train`. `source` is the owner in its process and a client in the
-other processes, which are `Loop` itself. driver=sync (`SyncLoop`) alternates search and training on
-one thread: bit-reproducible, with any number of searchers. With `search.exact_lag=D` a merge takes
-the tickets of the publication D publications ago. driver=async (`AsyncLoop`): searchers sample
-concurrently, on threads of this process or in other processes. Trainer and searchers wait for each
-other only with `replay.max_staleness` and `replay.pace`.
+other processes, which are `Loop` itself. driver=sync alternates search and training on one thread:
+bit-reproducible, with any number of searchers. With `search.exact_lag=D` a merge takes the tickets
+of the publication D publications ago. driver=async: searchers sample concurrently, on threads of
+this process or in other processes. Trainer and searchers wait for each other only with
+`replay.max_staleness` and `replay.pace`.
 
-Invariant: an asynchronous loop ends with a save or with the first failure, and every wait for a
-thread has a time limit (tests/integration/test_async_loop.py).
+Invariant: a loop ends with a save or with the first failure, and every wait for a
+thread or process has a time limit (tests/integration/test_async_loop.py).
 Reference: Trajectory Balance with Asynchrony, arXiv 2503.18929, section 3 and algorithm 1.
 """
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -33,9 +32,9 @@ from tba_jax.flow.tickets import Report, summarise
 from tba_jax.flow.trajectory import Draw
 from tba_jax.remote.channel import HEARTBEAT_S
 from tba_jax.remote.messages import Heartbeat, StepPlan
-from tba_jax.run.errors import FleetError, StarvedError, Watchdog
+from tba_jax.run.errors import StarvedError, Watchdog
 from tba_jax.run.run_state import Run
-from tba_jax.run.search_process import POLL_S, STOP_S, SearchProcess, search, search_workers
+from tba_jax.run.search_process import POLL_S, search, search_workers, stop_workers
 from tba_jax.train.trainer import Finished
 from tba_jax.weights.memory import DELIVERY_S, Weights
 
@@ -43,7 +42,6 @@ _WARN_AFTER = 50  # steps before diagnostics, because compilation distorts the f
 # A run counts as starved after it has merged this many batches of groups without a step. The number
 # is large because a policy that repeats its responses may add few new ones for some time.
 _STARVED_BATCHES = 20
-_NO_SEARCHER_S = 300.0  # longest wait for a searcher that evaluates the final policy
 
 
 def train(run: Run, interrupted: Callable[[], bool]) -> None:
@@ -59,10 +57,7 @@ def train(run: Run, interrupted: Callable[[], bool]) -> None:
         WorkerError: a searcher or the weight poller failed; its cause has the traceback.
         PeerError: another process of the run does not respond.
     """
-    kind = Loop
-    if run.owner is not None:
-        kind = SyncLoop if run.config.driver == "sync" else AsyncLoop
-    loop = kind(run, interrupted)
+    loop = (Loop if run.owner is None else OwnerLoop)(run, interrupted)
     workers: list[Worker] = []
     try:
         loop.open()
@@ -81,10 +76,7 @@ def train(run: Run, interrupted: Callable[[], bool]) -> None:
         raise
     finally:
         # Join the workers: a thread in native code may crash when the interpreter ends.
-        loop.stop.set()
-        deadline = time.monotonic() + STOP_S
-        for worker in workers:
-            worker.join(max(0.0, deadline - time.monotonic()))
+        stop_workers(workers, loop.stop)
     loop.stop.check()
 
 
@@ -97,11 +89,8 @@ class Loop:
     """
 
     def __init__(self, run: Run, interrupted: Callable[[], bool]) -> None:
-        self.run = run
-        self.stop = StopFlag()
-        self._is_sync = run.config.driver == "sync"
-        self.plan = StepPlan()
-        self._interrupted = interrupted
+        self.run, self.stop, self.plan = run, StopFlag(), StepPlan()
+        self._is_sync, self._interrupted = run.config.driver == "sync", interrupted
         self._newest_eval = run.evaluated.last_eval_step
         self._ended = StopFlag()  # set when the owner reports the end of the run
 
@@ -124,10 +113,10 @@ class Loop:
 
     def _search(self) -> bool:
         """Search until the owner reports the end of the run."""
-        run, client = self.run, self.run.client
-        assert client is not None and isinstance(run.weights, Weights), "a pod searches in memory"
-        process = SearchProcess(run.shared, run.parts, run.weights, self.wants_stop)
-        search(process, client, self._ended)
+        run = self.run
+        assert run.client and isinstance(run.weights, Weights), "a pod searches in memory"
+        client, stop, wants_stop = run.client, self._ended, self.wants_stop
+        search(run.shared, run.parts, run.weights, client, stop=stop, wants_stop=wants_stop)
         self._ended.set()
         while not self.stop.wait(POLL_S):  # this worker has nothing else to do
             pass
@@ -178,7 +167,6 @@ class Loop:
         run = self.run
         for step, values, shown in finished:
             extra = extras.pop(step)
-            run.clock.note_step()
             run.samples.add_step(step, shown)
             idle = [] if run.owner is None else run.owner.idle_s
             times = Times(run.clock(), run.trainer.counters.wait_s, sum(idle) / max(1, len(idle)))
@@ -237,150 +225,119 @@ class Loop:
 
 
 class OwnerLoop(Loop):
-    """The loop of the process that owns the replay buffer; the base of both drivers."""
+    """The loop of the process that owns the replay buffer."""
 
     def __init__(self, run: Run, interrupted: Callable[[], bool]) -> None:
         super().__init__(run, interrupted)
         assert run.owner is not None, "this process owns the buffer"
-        self.owner = run.owner
-        self._num_tickets = run.config.batch.num_prompts * run.config.sync_period
+        self.owner, self._watchdog = run.owner, Watchdog(run.config.log.watchdog_s)
+        # Asynchronous: pairs of a decoding and a grading thread.
+        searching = () if self._is_sync else run.searchers
+        self._searching = [search_workers(each, self.stop) for each in searching]
+        self._merged_before = 0  # number of merged groups at the last step
+        self._warn_at = run.trainer.step_index + _WARN_AFTER
+        self._newest_eval_version = self._newest_eval
+        if self._is_sync:
+            self.owner.allow(0, -1)
 
     def wants_stop(self) -> bool:
         return self._interrupted() or self.owner.wants_stop
 
     def open(self) -> None:
-        """Let other processes join; wait for all searchers, except in a fleet.
-
-        Raises:
-            PeerError: a process of the job does not join.
-        """
-        run = self.run
+        """Let other processes join; wait for all searchers, except in a fleet."""
+        run, owner = self.run, self.owner
         if run.server is not None:
-            run.server.owner = self.owner
+            run.server.owner = owner
         if run.trainer.step_index and run.evaluated.before is None:
-            self.owner.evaluations.request(0)  # interrupted before the start model was evaluated
-        if run.config.placement == "fleet" or not self.owner.absent:
-            return
-        run.logs.progress.phase("waiting for the processes that search")
-        limit_s = run.config.log.watchdog_s
-        deadline = time.monotonic() + limit_s
-        while (absent := self.owner.absent) and not self.wants_stop():
-            if time.monotonic() > deadline:
-                raise PeerError(
-                    f"searchers {absent} did not join within {limit_s:.0f} s "
-                    f"(config.log.watchdog_s). Look at the output of their processes. {CONTINUE}"
-                )
-            time.sleep(POLL_S)
+            owner.evaluations.request(0)  # interrupted before the start model was evaluated
+        if run.config.placement != "fleet" and owner.absent:
+            run.logs.progress.phase("waiting for the processes that search")
+            self._until(lambda: not owner.absent or self.wants_stop(), "did not all join")
 
     def workers(self) -> list[Worker]:
-        if not self.owner.remote_searchers:
-            return []
-        period_s = HEARTBEAT_S / 8
-        return [Worker("heartbeat-check", self.owner.lose_silent, self.stop, idle_s=period_s)]
+        def deliver() -> bool:
+            is_delivered = self.run.weights.poll(DELIVERY_S)
+            self._announce()
+            return is_delivered
+
+        found = [worker for pair in self._searching for worker in pair]
+        if self.owner.remote_searchers:
+            lose, period_s = self.owner.lose_silent, HEARTBEAT_S / 8
+            found.append(Worker("heartbeat-check", lose, self.stop, idle_s=period_s))
+        if not self._is_sync:
+            found.append(Worker("weight-poller", deliver, self.stop))
+            found.append(Worker("watchdog", self._watchdog.step, self.stop, idle_s=1.0))
+        return found
 
     def check(self) -> None:
         self.stop.check()
         if self.run.server is not None:
-            self.run.server.check()
+            self.run.server.failure.check()
 
-    def merge(self, most: int | None = None) -> list[Report]:
-        """Move at most `most` finished tickets into the buffer; return their reports."""
-        return self.owner.merge(self.run.trainer.step_index, most)
+    def _until(
+        self,
+        is_done: Callable[[], bool],
+        what: str,
+        progress: Callable[[], Any] = lambda: None,
+    ) -> None:
+        """Wait for other threads and processes; with driver=sync, let the local searchers work.
 
-    def announce(self) -> None:
-        """Announce the newest delivered version to searchers of other processes."""
-        if (newest := self.run.weights.newest) is not None:
-            self.owner.version = newest
-
-    def stepped(self) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        if (server := self.run.shared.rewards.server) is not None:
-            found |= {f"search/{name}": n for name, n in server.failures.take().items()}
-        return found | self.run.fleet_metrics()
-
-    def evaluate_last(self) -> None:
-        """Publish and evaluate the final policy once; no new tickets begin.
+        Args:
+            what: what the searchers failed to do, for the error.
+            progress: returns a value that changes when the searchers make progress.
 
         Raises:
-            FleetError: this process has no searchers, and no other process takes the shards.
+            PeerError: there is no progress for `log.watchdog_s`.
         """
-        run, step = self.run, self.run.trainer.step_index
-        self.owner.evaluations.forget_unbegun()  # those begun end with that of the final policy
-        run.record_evaluations()
-        if run.evaluated.last_eval_step >= step:
-            return
-        run.logs.progress.phase("evaluating the final policy")
-        self.owner.is_sampling = False
-        run.trainer.publish()
-        self._deliver()
-        self._evaluate(step)
-
-    def _deliver(self) -> None:
-        """Wait until the newest publication has been delivered, and announce it."""
-        self.run.weights.poll()
-        self.announce()
-
-    def _evaluate(self, version: int) -> None:
-        """Evaluate a version while no searcher samples, and record the result."""
-        run, owner = self.run, self.owner
-        run.weights.keep(version)
-        owner.evaluations.request(version)
-        deadline = time.monotonic() + _NO_SEARCHER_S
-        while owner.evaluations.versions:
+        limit_s = self.run.config.log.watchdog_s
+        seen, deadline = progress(), time.monotonic() + limit_s
+        while not is_done():
             self.check()
-            if self._is_sync and any([each.evaluate() for each in run.searchers]):
+            steps = [f for each in self.run.searchers for f in (each.step, each.grade)]
+            if self._is_sync and any([step() for step in steps]):
                 continue
-            self.idle()
-            if run.searchers or owner.num_connected:
-                deadline = time.monotonic() + _NO_SEARCHER_S
+            self._watchdog.kick()
+            self.stop.wait(POLL_S)
+            if (now := progress()) != seen:
+                seen, deadline = now, time.monotonic() + limit_s
             elif time.monotonic() > deadline:
-                raise FleetError(
-                    "no searcher took an evaluation shard of the final policy for "
-                    f"{_NO_SEARCHER_S:.0f} s. The final policy is saved. "
-                    "Start searchers, then run the same command again to evaluate it"
+                raise PeerError(
+                    f"the searchers {what} within {limit_s:.0f} s (config.log.watchdog_s); missing "
+                    f"are {self.owner.absent}. Look at the output of their processes. {CONTINUE}"
                 )
-        run.record_evaluations()
 
-    def idle(self) -> None:
-        """Wait a moment for other threads and processes."""
-        self.stop.wait(POLL_S)
+    def _merge(self, most: int | None = None) -> list[Report]:
+        """Merge finished responses, and reset the watchdog if there were any."""
+        reports = self.owner.merge(self.run.trainer.step_index, most)
+        if reports:
+            self._watchdog.kick()
+        return reports
 
-    def starved(self, why: str) -> StarvedError:
-        """Return the error of a run whose buffer gives no batch, with counts of its responses."""
+    def begin(self) -> list[Report]:
+        """With driver=async, wait for the first responses, then evaluate the start model."""
         run = self.run
-        counts = {name: n for name, n in run.buffer.ledger().items() if n}
-        return StarvedError(
-            f"no batch of {run.config.batch.num_prompts} prompts can be drawn from the replay "
-            f"buffer: {why}. It holds {run.buffer.num_trajectories} rows "
-            f"({run.buffer.num_bytes:,} of {run.config.replay.max_bytes:,} bytes); responses so "
-            f"far: {counts}. Look at replay.max_bytes, batch.num_prompts and the rejections"
-        )
-
-    def close(self, *, has_failed: bool) -> None:
-        """Notify searchers of the end; after a failure the run may continue in another process."""
-        if not has_failed:
-            self.owner.has_ended = True
-        elif self.run.server is not None:
-            self.run.server.owner = None
-
-
-class SyncLoop(OwnerLoop):
-    """driver=sync: searchers sample between a publication and its merge."""
-
-    def __init__(self, run: Run, interrupted: Callable[[], bool]) -> None:
-        super().__init__(run, interrupted)
-        config, self._is_stopped = run.config, False
-        per_round = self._num_tickets * config.search.samples_per_prompt
-        rounds = max(config.search.exact_lag + 1, -(-config.search.initial_fill // per_round))
-        self._num_first = rounds * self._num_tickets  # tickets before the first step
-        self.owner.allow(0, -1)
-
-    def wants_stop(self) -> bool:
-        return self._is_stopped or super().wants_stop()
+        reports: list[Report] = []
+        if self._is_sync:
+            return reports
+        start = run.clock()
+        run.logs.progress.phase("searchers fill the buffer")
+        while run.trainer.step_index == 0 and not self.wants_stop():
+            if run.buffer.num_trajectories and self.owner.is_filled:
+                break
+            self.check()
+            reports += self.no_batch()
+        # The first step of a process compiles; the display ends the phase after the first step.
+        run.logs.progress.phase("compiling the training step")
+        run.trainer.counters.wait_s += run.clock() - start
+        # Request the evaluation after the fill, so that it does not delay the first responses.
+        return reports + self.sync(run.trainer.step_index)
 
     def sync(self, step: int) -> list[Report]:
-        """Evaluate the new weights if an evaluation is due, sample with them, and merge."""
-        run = self.run
+        return self._sample(step) if self._is_sync else self._merge_and_evaluate(step)
+
+    def _sample(self, step: int) -> list[Report]:
+        """Evaluate the new weights if that is due, sample with them, and merge (driver=sync)."""
+        run, owner, config = self.run, self.owner, self.run.config
         self._deliver()
         if run.is_evaluation_due(step, self._newest_eval):
             self._newest_eval = step
@@ -389,113 +346,32 @@ class SyncLoop(OwnerLoop):
             run.logs.progress.phase("")
         # The total depends on the step alone: a run that was interrupted while it sampled
         # continues with the tickets that are left.
-        num_rounds = step // run.config.sync_period
-        self.owner.allow(self._num_first + num_rounds * self._num_tickets, step)
-        self._sample()
-        if self._is_stopped:
-            return []  # the rest of the tickets is sampled and merged by the resumed run
-        return self.merge(self._num_tickets if run.config.search.exact_lag else None)
+        each = config.batch.num_prompts * config.sync_period
+        fill = -(-config.search.initial_fill // (each * config.search.samples_per_prompt))
+        num_rounds = max(config.search.exact_lag + 1, fill) + step // config.sync_period
+        owner.allow(num_rounds * each, step)
+        stops: list[bool] = []
 
-    def _sample(self) -> None:
-        """Sample the allowed tickets, after all given responses.
+        def is_done() -> bool:
+            stops[:] = [not owner.is_done and self.wants_stop()]
+            return owner.is_done or stops[0]
 
-        Raises:
-            PeerError: no result arrives within `log.watchdog_s`.
-        """
-        run, owner = self.run, self.owner
-        limit_s, before = run.config.log.watchdog_s, -1
-        deadline = time.monotonic() + limit_s
-        while not owner.is_done:
-            self.check()
-            if self.wants_stop():
-                self._is_stopped = True
-                return
-            if any([f() for each in run.searchers for f in (each.step, each.grade)]):
-                continue
-            if (now := owner.ledger()["generated"]) != before:
-                before, deadline = now, time.monotonic() + limit_s
-            elif time.monotonic() > deadline:
-                raise PeerError(
-                    f"searchers have finished no ticket for {limit_s:.0f} s (config.log.watchdog_s)"
-                    f". Look at the output of their processes. {CONTINUE}"
-                )
-            self.idle()
+        self._until(is_done, "finished no ticket", lambda: owner.ledger()["generated"])
+        if stops[0]:  # the rest of the tickets is sampled and merged by the resumed run
+            self._interrupted = lambda: True
+            return []
+        return self._merge(each if config.search.exact_lag else None)
 
-    def no_batch(self) -> list[Report]:
-        raise self.starved("every response of the last tickets was rejected, evicted or aged out")
-
-
-class AsyncLoop(OwnerLoop):
-    """driver=async: searchers sample concurrently with the trainer."""
-
-    def __init__(self, run: Run, interrupted: Callable[[], bool]) -> None:
-        super().__init__(run, interrupted)
-        self._watchdog = Watchdog(run.config.log.watchdog_s)
-        # Pairs of a decoding and a grading thread.
-        self._searching = [search_workers(each, self.stop) for each in run.searchers]
-        self._merged_before = 0  # number of merged groups at the last step
-        self._warn_at: float = run.trainer.step_index + _WARN_AFTER
-        self._newest_eval_version = self._newest_eval
-
-    def workers(self) -> list[Worker]:
-        def deliver() -> bool:
-            is_delivered = self.run.weights.poll(DELIVERY_S)
-            self.announce()
-            return is_delivered
-
-        return [
-            *(worker for pair in self._searching for worker in pair),
-            Worker("weight-poller", deliver, self.stop),
-            *super().workers(),
-            Worker("watchdog", self._watchdog.step, self.stop, idle_s=1.0),
-        ]
-
-    def _deliver(self) -> None:
-        if isinstance(self.run.weights, Weights):  # only a worker may wait for storage
-            self.run.weights.poll()
-        while self.run.weights.newest != self.run.trainer.version:
-            self.check()
-            self.idle()
-        self.announce()
-
-    def begin(self) -> list[Report]:
-        """Wait for the first responses, then request the evaluation of the start model."""
-        run, owner = self.run, self.owner
-        reports: list[Report] = []
-        start = run.clock()
-        run.logs.progress.phase("searchers fill the buffer")
-        while run.trainer.step_index == 0 and (
-            run.buffer.num_trajectories == 0
-            or owner.num_sampled < run.config.search.initial_fill
-            or owner.num_given_left
-        ):
-            self.check()
-            if self.wants_stop():
-                break
-            reports += self.no_batch()
-        # The first step of a process compiles; the display ends the phase after the first step.
-        run.logs.progress.phase("compiling the training step")
-        run.trainer.counters.wait_s += run.clock() - start
-        # Request the evaluation after the fill, so that it does not delay the first responses.
-        return reports + self.sync(run.trainer.step_index)
-
-    def merge(self, most: int | None = None) -> list[Report]:
-        """Merge the finished responses, and reset the watchdog if responses arrived."""
-        reports = super().merge(most)
-        if reports:
-            self._watchdog.kick()
-        return reports
-
-    def sync(self, step: int) -> list[Report]:
-        """Merge, and request an evaluation of the version published at `step`, if one is due."""
-        run, reports = self.run, self.merge()
+    def _merge_and_evaluate(self, step: int) -> list[Report]:
+        """Merge, and request an evaluation of the newest version, if one is due (driver=async)."""
+        run, reports = self.run, self._merge()
         if not run.is_evaluation_due(step, self._newest_eval):
             return reports
         if isinstance(run.weights, Weights):
             run.weights.poll()  # this version becomes the newest at once
-        while (version := run.weights.newest) is None:
-            self.check()
-            self.idle()
+        self._until(lambda: run.weights.newest is not None, "got no weights")
+        version = run.weights.newest
+        assert version is not None, "just delivered"
         if version > self._newest_eval_version:  # else a later publication is evaluated
             self._newest_eval, self._newest_eval_version = step, version
             run.weights.keep(version)
@@ -503,54 +379,103 @@ class AsyncLoop(OwnerLoop):
         return reports
 
     def no_batch(self) -> list[Report]:
-        """Wait and merge; raise StarvedError if many merged responses did not fill a batch."""
-        self.stop.wait(POLL_S)
-        reports = self.merge()
-        self._record()
-        config = self.run.config
-        first = -(-config.search.initial_fill // config.search.samples_per_prompt)
-        merged = self.owner.num_merged - self._merged_before
-        if merged > _STARVED_BATCHES * max(config.batch.num_prompts, first):
-            raise self.starved(f"{merged:,} groups were merged since the last step")
-        return reports
+        """With driver=async, wait and merge.
+
+        Raises:
+            StarvedError: many merged responses did not fill a batch.
+        """
+        run, config = self.run, self.run.config
+        reports: list[Report] = []
+        why = "every response of the last tickets was rejected, evicted or aged out"
+        if not self._is_sync:
+            self.stop.wait(POLL_S)
+            reports = self._merge()
+            self._record()
+            first = -(-config.search.initial_fill // config.search.samples_per_prompt)
+            merged = self.owner.num_merged - self._merged_before
+            if merged <= _STARVED_BATCHES * max(config.batch.num_prompts, first):
+                return reports
+            why = f"{merged:,} groups were merged since the last step"
+        counts = {name: n for name, n in run.buffer.ledger().items() if n}
+        raise StarvedError(
+            f"no batch of {config.batch.num_prompts} prompts can be drawn from the replay buffer: "
+            f"{why}. It holds {run.buffer.num_trajectories} rows ({run.buffer.num_bytes:,} of "
+            f"{config.replay.max_bytes:,} bytes); responses so far: {counts}. Look at "
+            "replay.max_bytes, batch.num_prompts and the rejections"
+        )
 
     def stepped(self) -> dict[str, Any]:
         run, owner = self.run, self.owner
+        extra = dict[str, Any]()
+        if (server := run.shared.rewards.server) is not None:
+            extra |= {f"search/{name}": n for name, n in server.failures.take().items()}
+        extra |= run.fleet_metrics()
+        if self._is_sync:
+            return extra
+        for searcher, (decoding, _) in zip(run.searchers, self._searching, strict=True):
+            owner.beat(searcher.index, Heartbeat(decoding.idle_total_s, searcher.decode_counts()))
+        counts = owner.take_decode_counts()
         self._merged_before = owner.num_merged
         owner.note_step(run.trainer.step_index)
-        self._warn()
+        if run.trainer.step_index == self._warn_at:
+            for line in run.buffer.warnings():
+                run.logs.progress.note(line)
         self._record()
         self._watchdog.kick()
-        for searcher, (decoding, _) in zip(run.searchers, self._searching, strict=True):
-            heartbeat = Heartbeat(decoding.idle_total_s, searcher.decode_counts())
-            owner.beat(searcher.index, heartbeat)
-        extra: dict[str, Any] = {
-            "search/under_way": owner.num_under_way,
-            "search/idle_s": sum(owner.idle_s),
-            **super().stepped(),
-        }
-        counts = owner.take_decode_counts()
+        extra |= {"search/under_way": owner.num_under_way, "search/idle_s": sum(owner.idle_s)}
         if counts.slot_steps:
             extra["search/slot_use"] = counts.tokens / counts.slot_steps
         if counts.prompt_tokens and run.config.task.environment:
             extra["search/kept_prefix"] = counts.kept_tokens / counts.prompt_tokens
-        if (lock := run.shared.sites.trainer.lock) is not None:
-            extra["sync/turn_wait_s"] = lock.wait_s
         return extra
-
-    def idle(self) -> None:
-        self._watchdog.kick()
-        super().idle()
-
-    def _warn(self) -> None:
-        """Log diagnostics once."""
-        run = self.run
-        if run.trainer.step_index >= self._warn_at:
-            self._warn_at = math.inf
-            for line in run.buffer.warnings():
-                run.logs.progress.note(line)
 
     def _record(self) -> None:
         """Record finished evaluations; reset the watchdog if an evaluation has finished."""
         if self.run.record_evaluations():
             self._watchdog.kick()
+
+    def evaluate_last(self) -> None:
+        """Publish and evaluate the final policy once; no new tickets begin."""
+        run, step = self.run, self.run.trainer.step_index
+        self.owner.evaluations.forget_unbegun()  # those begun end with that of the final policy
+        run.record_evaluations()
+        if run.evaluated.last_eval_step < step:
+            run.logs.progress.phase("evaluating the final policy")
+            self.owner.is_sampling = False
+            run.trainer.publish()
+            self._deliver()
+            self._evaluate(step)
+
+    def _deliver(self) -> None:
+        """Wait until the newest publication has been delivered, and announce it."""
+        run = self.run
+        if self._is_sync or isinstance(run.weights, Weights):
+            run.weights.poll()
+        else:  # only a worker may wait for storage
+            self._until(lambda: run.weights.newest == run.trainer.version, "got no weights")
+        self._announce()
+
+    def _announce(self) -> None:
+        """Announce the newest delivered version to searchers of other processes."""
+        if (newest := self.run.weights.newest) is not None:
+            self.owner.version = newest
+
+    def _evaluate(self, version: int) -> None:
+        """Evaluate a version while no searcher samples, and record the result.
+
+        Raises:
+            PeerError: no searcher finishes a shard for `log.watchdog_s`.
+        """
+        evaluations = self.owner.evaluations
+        self.run.weights.keep(version)
+        evaluations.request(version)
+        is_done, left = lambda: not evaluations.versions, lambda: evaluations.num_missing
+        self._until(is_done, "did not evaluate the policy", left)
+        self.run.record_evaluations()
+
+    def close(self, *, has_failed: bool) -> None:
+        """Notify searchers of the end; after a failure the run may continue in another process."""
+        if not has_failed:
+            self.owner.has_ended = True
+        elif self.run.server is not None:
+            self.run.server.owner = None

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tba_jax.config.resolved import allows_forks, remat_of, shares_prompts, writes_versions
+from tba_jax.config.resolved import allows_forks, remat_of, shares_prompts
 from tba_jax.config.schema import Config
 from tba_jax.decoding import lowering
 from tba_jax.decoding.compiled import CHUNK_STEPS
@@ -116,24 +116,19 @@ def make_publication(
 def make_publication_program(
     config: Config, model_config: TransformerConfig, where: Mesh
 ) -> Callable[[Any], Any]:
-    """Return the jitted program of a publication: copy and cast the trained weights.
+    """Return the jitted program of a publication: weights in the decoder's layout, or adapters.
 
-    Weights without adapters that stay in memory get the decoder's layout; adapters and weights for
-    files keep the trainer's layout. The caller holds the device lock (`locked`).
+    The caller holds the device lock (`locked`).
 
     Args:
-        where: `Division.publication_mesh`.
+        where: `Sites.publication`.
     """
-    policy, layout, shardings = policy_config(config, model_config), None, None
-    quantization: Quantization = "none"
-    if not writes_versions(config):
-        if policy.adapters is None:
-            quantization = config.search.quantization
-            layout, shardings = make_publication(model_config, where, quantization)
-        else:
-            shardings = lora.split(param_shardings(policy, where))[1]
-    dtype = jnp.dtype(config.model.compute_dtype)
-    exact = model_config.float32_leaves
+    policy, quantization = policy_config(config, model_config), config.search.quantization
+    dtype, exact = jnp.dtype(config.model.compute_dtype), model_config.float32_leaves
+    if policy.adapters is not None:
+        shardings = lora.split(param_shardings(policy, where))[1]
+        return make_publish_program(dtype, None, shardings, "none", exact)
+    layout, shardings = make_publication(model_config, where, quantization)
     return make_publish_program(dtype, layout, shardings, quantization, exact)
 
 
@@ -144,7 +139,7 @@ def decoder_weights(
 
     Args:
         params: parameters with stacked layers.
-        source: mesh of `params`, with the axes `sharding.MESH_AXES`.
+        source: mesh of `params`, with the axes `placement.MESH_AXES`.
     """
     layout, published = make_publication(model_config, source)
     dtype, exact = jnp.dtype(config.model.compute_dtype), model_config.float32_leaves
@@ -201,32 +196,35 @@ def make_decoder(
     tokenizer: Tokenizer,
     site: Site = ANY_DEVICE,
 ) -> Decoder:
-    """Make the decoder of a run, for training and evaluation.
-
-    Args:
-        site: site of the searcher; programs of a single device serve every single device.
+    """Make the decoder of a run on the site of a searcher, for training and evaluation.
 
     Raises:
         ValueError: as in `longest_sequence`; or search.stop_ids has an ID that is no token of the
             model.
     """
-    longest = longest_sequence(config, model_config)
-    ids = end_ids(config, tokenizer.eos_ids)
+    longest, first = longest_sequence(config, model_config), config.task.max_prompt_tokens
+    ids, max_new_tokens = end_ids(config, tokenizer.eos_ids), config.search.max_new_tokens
     if max(ids, default=0) >= model_config.vocab_size:
         raise ValueError(
             f"config.search.stop_ids = {config.search.stop_ids!r}: the model at "
             f"{model_path(config)} has ids 0 to {model_config.vocab_size - 1}. Give ids of its "
             "tokenizer"
         )
+    buckets = padded_lengths(first)
+    if config.objective.built.value("vine_tokens"):  # a prompt with the beginning of a response
+        buckets = (*buckets, longest)
+    if config.task.environment:  # prompts of later turns contain all earlier turns
+        later = length_buckets(longest, max(2, len(padded_lengths(first))))
+        buckets = (*buckets, *(n for n in later if n > first))
     decoder = Decoder(
         model_config,
         compute_dtype=jnp.dtype(config.model.compute_dtype),
         eos_ids=ids,
         pad_id=tokenizer.pad_id,
-        prompt_buckets=_prompt_buckets(config, longest),
+        prompt_buckets=buckets,
         max_length=longest,
         # A finished slot idles for half a chunk on average, which matters for short responses.
-        chunk_steps=min(CHUNK_STEPS, max(1, config.search.max_new_tokens // 4)),
+        chunk_steps=min(CHUNK_STEPS, max(1, max_new_tokens // 4)),
         site=site,
     )
     decoder.stop_strings = stop_strings(config, tokenizer)
@@ -242,15 +240,6 @@ def stop_strings(config: Config, tokenizer: Tokenizer) -> StopStrings | None:
     return StopStrings(config.search.stop_strings, text_of)
 
 
-def _prompt_buckets(config: Config, longest: int) -> tuple[int, ...]:
-    """Return the padded lengths of prompts; prompts of later turns contain all earlier turns."""
-    first = padded_lengths(config.task.max_prompt_tokens)
-    # VinePPO prefills a prompt with the beginning of a response.
-    vine = (longest,) if config.objective.built.value("vine_tokens") else ()
-    later = length_buckets(longest, max(2, len(first))) if config.task.environment else ()
-    return (*first, *vine, *(n for n in later if n > config.task.max_prompt_tokens))
-
-
 def swaps_in_flight(config: Config) -> bool:
     """Return whether searchers load newer weights between chunks."""
     if config.search.server and not config.task.environment:
@@ -258,17 +247,13 @@ def swaps_in_flight(config: Config) -> bool:
     return config.objective.built.needs.sampler != "policy"
 
 
-# Training.
+# Training. A mesh of None stands for the mesh of `config.mesh`.
 
 
 def make_step_settings(
     config: Config, eos_ids: tuple[int, ...], mesh: Mesh | None = None
 ) -> StepSettings:
-    """Return the settings of the train step.
-
-    Args:
-        mesh: mesh of the trainer; None: the mesh of `config.mesh`.
-    """
+    """Return the settings of the train step."""
     o = config.objective
     return StepSettings(
         objective=o.built,
@@ -305,12 +290,7 @@ def groups_stay_whole(config: Config) -> bool:
 
 
 def make_layout(config: Config, tokenizer: Tokenizer, mesh: Mesh | None = None) -> RowLayout:
-    """Return how draws become the rows of a batch.
-
-    Args:
-        mesh: mesh of the trainer; None: the mesh of `config.mesh`.
-    """
-    needs = config.objective.built.needs
+    """Return how draws become the rows of a batch."""
     return RowLayout(
         num_prompts=config.batch.num_prompts,
         group_size=config.objective.group_size,
@@ -321,7 +301,7 @@ def make_layout(config: Config, tokenizer: Tokenizer, mesh: Mesh | None = None) 
         row_multiple=_row_multiple(config, mesh),
         micro_batch_rows=micro_batch_rows(config),
         is_whole=groups_stay_whole(config),
-        has_advantages=needs.advantages,
+        has_advantages=config.objective.built.needs.advantages,
         uncounted=end_ids(config, tokenizer.eos_ids) if config.objective.mask_eos else (),
         reference="scored" if config.reference.reset_period else "stored",
     )
@@ -353,16 +333,8 @@ def make_step_shardings(
 
 
 def abstract_state(config: Config, model_config: TransformerConfig, mesh: Mesh) -> TrainState:
-    """Return shapes, dtypes and shardings of the train state, for restoring a checkpoint.
-
-    Args:
-        mesh: any mesh with the axes `sharding.MESH_AXES`.
-    """
+    """Return shapes, dtypes and shardings of the train state, for restoring a checkpoint."""
     policy = policy_config(config, model_config)
-    if policy.adapters is None:
-        params = abstract_params(policy, jnp.dtype(config.model.param_dtype))
-    else:
-        params = lora.abstract_adapters(policy)
     shardings = make_step_shardings(config, model_config, mesh)
     init = functools.partial(
         init_state,
@@ -370,4 +342,11 @@ def abstract_state(config: Config, model_config: TransformerConfig, mesh: Mesh) 
         keep_reference=True,
         head_size=shardings.head_size,
     )
-    return placed_shapes(jax.eval_shape(init, params), shardings.state)
+    return placed_shapes(jax.eval_shape(init, trained_shapes(config, policy)), shardings.state)
+
+
+def trained_shapes(config: Config, policy: TransformerConfig) -> Any:
+    """Return shapes and dtypes of the trained parameters."""
+    if policy.adapters is not None:
+        return lora.abstract_adapters(policy)
+    return abstract_params(policy, jnp.dtype(config.model.param_dtype))

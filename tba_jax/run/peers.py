@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from tba_jax.config.devices import cpu_devices
 from tba_jax.config.schema import Config
 from tba_jax.devices import cluster as clusters
-from tba_jax.devices.cluster import Address, Cluster, is_loopback
-from tba_jax.remote.channel import HEARTBEAT_S, Channel, ChannelServer, Endpoint
+from tba_jax.devices.cluster import Address, Cluster
+from tba_jax.remote.channel import HEARTBEAT_S, Channel, ChannelServer, Endpoint, own_address
 from tba_jax.remote.client import Client
 from tba_jax.remote.owner import Owner, owner_handlers
 from tba_jax.run.errors import UserError
@@ -28,6 +28,7 @@ def start_cluster(config: Config, address: Address | None = None) -> Cluster:
 
     Raises:
         PeerError: the other processes do not join.
+        UserError: JAX has started already, with too few devices.
     """
     if address is not None and address.num_processes != 1:
         return clusters.start(
@@ -64,28 +65,19 @@ def divide_cpu(num_devices: int) -> None:
             ) from error
 
 
-class OwnerServer:
-    """Channel server of the process that owns the buffer.
-
-    Args:
-        is_local: whether every process runs on this machine.
-        address: host name of this machine that clients try first; "": unknown.
+class OwnerServer(ChannelServer):
+    """Channel server of the process that owns the buffer; it listens at once.
 
     Attributes:
         num_restarts: number of trainers of this run that were replaced before.
         owner: set while other processes may call it.
     """
 
-    def __init__(
-        self, token: str, *, is_local: bool, address: str = "", num_restarts: int = 0
-    ) -> None:
+    def __init__(self, token: str, host: str, num_restarts: int = 0) -> None:
         self.num_restarts = num_restarts
         self.owner: Owner | None = None
-        handlers = owner_handlers(lambda: self.owner)
-        self._channel = ChannelServer(handlers, token, is_local=is_local).start()
-        self.endpoint = self._channel.endpoint(address)
-        self.check = self._channel.failure.check
-        self.close = self._channel.close
+        super().__init__(owner_handlers(lambda: self.owner), token, host)
+        self.start()
 
 
 Peer = OwnerServer | Client
@@ -99,7 +91,7 @@ def connect(
 
     Args:
         trainers: numbers of the trainer processes; the first owns the buffer.
-        owner: in the owner's process, an `OwnerServer` that already listens; None: make one.
+        owner: in the owner's process, a server that already listens; None: make one.
 
     Returns:
         The connection of this process; None if there is only one process.
@@ -107,17 +99,14 @@ def connect(
     Raises:
         OSError: no port can be used.
     """
-    if cluster.num_processes == 1:
-        return owner
-    if owner is None and cluster.number == trainers[0]:
-        host = cluster.coordinator.rpartition(":")[0].strip("[]")
-        address = host if cluster.number == 0 else ""
-        owner = OwnerServer(secrets.token_hex(16), is_local=is_loopback(host), address=address)
+    if cluster.num_processes > 1 and owner is None and cluster.number == trainers[0]:
+        towards = cluster.coordinator.rpartition(":")[0]
+        owner = OwnerServer(secrets.token_hex(16), own_address(towards))
     found = cluster.gather_json(None if owner is None else owner.endpoint)
-    if owner is not None:
+    if owner is not None or cluster.num_processes == 1:
         return owner
-    (addresses, token) = next(each for each in found if each is not None)
-    endpoint, timeout_s = Endpoint(tuple(addresses), token), config.log.watchdog_s
+    (endpoint,) = (Endpoint(*each) for each in found if each is not None)
+    timeout_s = config.log.watchdog_s
     channel = Channel(lambda: endpoint, timeout_s=min(timeout_s, HEARTBEAT_S))
     host = f"process {cluster.number} on {socket.gethostname()}"
     return Client(channel, host, process=cluster.number, timeout_s=timeout_s)

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """Log files of a run: metrics.jsonl, and responses of evenly spaced steps in samples.jsonl."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from tba_jax.config.schema import Config
-from tba_jax.devices.cluster import Cluster
 from tba_jax.evaluation.evaluator import Evaluation
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import Tokenizer, TokenTexts
@@ -27,18 +26,22 @@ _MOST_PROMPT, _MOST_ANSWER = 4000, 500  # characters that are kept
 class Logs:
     """The log files of a process and its display.
 
+    Args:
+        is_primary: whether this process writes the files of the run.
+
     Attributes:
         metrics: all writers of metrics, including metrics.jsonl and the display.
         samples: writer of samples.jsonl; None in processes other than 0.
     """
 
     def __init__(
-        self, workdir: Path, cluster: Cluster, progress: ProgressDisplay, writers: Sequence[Any]
+        self, workdir: Path, is_primary: bool, progress: ProgressDisplay, writers: Sequence[Any]
     ) -> None:
+        names = ("metrics.jsonl", "samples.jsonl") if is_primary else ()
+        self._files = [JsonlWriter(workdir / name) for name in names]
+        self.samples = self._files[1] if is_primary else None
         self.progress = progress
-        self.samples = JsonlWriter(workdir / "samples.jsonl") if cluster.is_primary else None
-        self._own = JsonlWriter(workdir / "metrics.jsonl") if cluster.is_primary else None
-        self.metrics = MultiWriter([*([self._own] if self._own else []), progress, *writers])
+        self.metrics = MultiWriter([*self._files[:1], progress, *writers])
 
     def cut_back(self, is_kept: Callable[[dict[str, Any]], bool]) -> None:
         """Drop lines of work that will be repeated.
@@ -46,7 +49,7 @@ class Logs:
         Args:
             is_kept: whether a line of metrics.jsonl or samples.jsonl stays.
         """
-        for file in filter(None, (self._own, self.samples)):
+        for file in self._files:
             file.keep(is_kept)
 
     def close(self) -> None:
@@ -103,8 +106,8 @@ class Samples:
                 "is_fresh": shown.draw.is_fresh,
                 "length": n,
                 "tokens": tokens,
-                "behavior": _hundredths(policy - y.behavior_token_logprobs, kept),
-                "reference": _hundredths(policy - reference, kept),
+                "behavior": _hundredths((policy - y.behavior_token_logprobs)[kept]),
+                "reference": _hundredths((policy - reference)[kept]),
                 "reference_sum": float(policy.sum() - reference.sum()),
             }
             if y.is_sampled is not None:
@@ -112,7 +115,7 @@ class Samples:
             if y.path_lengths:
                 record["path_lengths"] = list(y.path_lengths)
             records.append((shown.draw.prompt, record))
-        self._write(step, "train", records)
+        self._write(self._log, step, "train", records)
 
     def add_evaluation(self, step: int, evaluation: Evaluation, prompts: list[Prompt]) -> None:
         """Write responses to the first held-out prompts, once per logging period."""
@@ -123,20 +126,17 @@ class Samples:
         self._newest_eval = step
         if len(prompts) == 1:  # several of its responses are shown
             prompts = prompts * len(evaluation.texts)
-        shown = list(zip(prompts, evaluation.texts, evaluation.rewards, strict=False))
-        self._write(
-            step,
-            "eval",
-            [
-                (prompt, {"reward": reward, "version": step, "tokens": [text]})
-                for prompt, text, reward in shown[:MOST_RESPONSES]
-            ],
-        )
+        shown = zip(prompts, evaluation.texts, evaluation.rewards, strict=False)
+        records = [(x, {"reward": r, "version": step, "tokens": [text]}) for x, text, r in shown]
+        self._write(self._log, step, "eval", records[:MOST_RESPONSES])
 
     def _write(
-        self, step: int, of: str, records: Sequence[tuple[Prompt, Mapping[str, Any]]]
+        self,
+        log: JsonlWriter,
+        step: int,
+        of: str,
+        records: Iterable[tuple[Prompt, Mapping[str, Any]]],
     ) -> None:
-        assert self._log is not None
         lines = []
         for prompt, record in records:
             text = prompt.text
@@ -145,11 +145,11 @@ class Samples:
             answer = str(prompt.columns.get("answer", ""))[-_MOST_ANSWER:]
             facts = {"step": step, "of": of, "prompt_id": prompt.prompt_id}
             lines.append({**facts, "prompt": text, "answer": answer, **record})
-            self._log.append(lines[-1])
+            log.append(lines[-1])
         if lines:
             self._track(step, of, lines)
 
 
-def _hundredths(values: np.ndarray, kept: np.ndarray) -> list[int]:
+def _hundredths(values: np.ndarray) -> list[int]:
     """Return log ratios in whole hundredths, to make samples.jsonl smaller."""
-    return np.rint(100 * np.clip(np.nan_to_num(values[kept]), -99, 99)).astype(int).tolist()
+    return np.rint(100 * np.clip(np.nan_to_num(values), -99, 99)).astype(int).tolist()

@@ -3,22 +3,20 @@
 
 `train` and `run_job` claim the work directory and join the processes; `conduct` trains and reports.
 In a job of `jax.distributed` every process calls `run_job`; the placement says which of them train,
-search, or do both. They exchange the command and the owner's address first; afterwards processes
-that only search take part in no collective. No heavy module is imported before a run needs it.
+search, or do both. No heavy module is imported before a run needs it.
 """
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from tba_jax.config.devices import asked
 from tba_jax.config.schema import Config
-from tba_jax.devices.cluster import CONTINUE, Cluster, PeerError, peer_errors
+from tba_jax.devices.cluster import Cluster, peer_errors
 from tba_jax.devices.placement import divide, hosts_of
 from tba_jax.devices.worker import StopFlag
-from tba_jax.remote.channel import RunEnded, Unreachable
 from tba_jax.remote.client import Client
 from tba_jax.run.peers import OwnerServer, connect, start_cluster
 from tba_jax.run.workdir import (
@@ -34,8 +32,6 @@ from tba_jax.storage.whole_files import is_address
 
 if TYPE_CHECKING:
     from tba_jax.run.lock import Hold
-
-_POLL_S = 1.0  # seconds between two requests of an idle process whether the run has ended
 
 
 def train(
@@ -70,23 +66,15 @@ def train(
             return train_fleet(config, folder, hold, interrupted=interrupted)
         from tba_jax.run.conduct import conduct
 
+        cluster = start_cluster(config)
         return conduct(
-            config,
-            folder,
-            start_cluster(config),
-            interrupted,
-            hold=hold,
-            start_s=start_s,
-            callbacks=callbacks,
+            config, folder, cluster, interrupted, hold=hold, start_s=start_s, callbacks=callbacks
         )
 
 
 @contextlib.contextmanager
 def _claimed(config: Config, workdir: Path | str) -> Iterator[tuple[Path, "Hold | None"]]:
-    """Hold a work directory while a run uses it.
-
-    Args:
-        workdir: folder, or address in an object store.
+    """Hold a work directory while a run uses it; an address stands for a local folder.
 
     Yields:
         The local folder of the run, and its lock; None instead of the lock if the run is finished.
@@ -104,40 +92,6 @@ def _claimed(config: Config, workdir: Path | str) -> Iterator[tuple[Path, "Hold 
             upload(folder)
         is_done = is_finished(folder, config.num_steps)
         yield folder, None if is_done else hold
-
-
-# Jobs of several processes.
-
-
-class Roles(NamedTuple):
-    """Roles of the processes of a job, by their indices.
-
-    Attributes:
-        train: processes with devices of the trainer; the first owns the replay buffer.
-        search: process -> IDs of its searchers; processes without searchers are left out.
-    """
-
-    train: tuple[int, ...]
-    search: Mapping[int, tuple[int, ...]]
-
-
-def roles_of(config: Config, devices: Sequence[Any]) -> Roles:
-    """Return the roles of all processes of a job.
-
-    Args:
-        devices: devices of all processes.
-
-    Raises:
-        PlacementError: the devices cannot be divided as the placement says.
-    """
-    hosts = hosts_of(devices)
-    found = {h: divide(config.placement, devices, asked(config), h) for h in hosts}
-    search = {
-        h: tuple(range(a.first_searcher, a.first_searcher + len(a.groups)))
-        for h, a in found.items()
-        if a.groups
-    }
-    return Roles(tuple(hosts_of(found[hosts[0]].trainer)), search)
 
 
 def run_job(
@@ -161,24 +115,28 @@ def run_job(
 
     Raises:
         UserError: the commands of the processes differ, or the work directory is refused.
+        PlacementError: the devices cannot be divided as the placement says.
         PeerError: another process ended.
     """
     import jax
 
     from tba_jax.run.conduct import conduct
 
-    roles = roles_of(config, jax.devices())
-    is_done, hold = claim_together(cluster, config, workdir, held, owner=roles.train[0])
-    trains = cluster.number in roles.train
-    trainers = cluster.among(roles.train) if trains else cluster
+    division = divide(config.placement, jax.devices(), asked(config), cluster.number)
+    training = tuple(hosts_of(division.trainer))
+    is_done, hold = claim_together(cluster, config, workdir, held, owner=training[0])
+    trains = cluster.number in training
+    trainers = cluster.among(training) if trains else cluster
     if is_done:
         return trainers, finished_before(config, workdir) if trains else None
-    link = connect(config, cluster, roles.train)
+    link = connect(config, cluster, training)
     if isinstance(link, OwnerServer):
         held.callback(link.close)
     if not trains:
         assert isinstance(link, Client), "the owner trains"
-        _search(config, workdir, cluster, link, roles, interrupted)
+        first = division.first_searcher
+        searchers = range(first, first + len(division.groups))
+        _search(config, workdir, cluster, link, searchers, interrupted)
         return cluster, None
     with peer_errors(trainers):
         outcome = conduct(
@@ -192,43 +150,19 @@ def _search(
     workdir: Path,
     cluster: Cluster,
     link: Client,
-    roles: Roles,
+    searchers: Sequence[int],
     interrupted: Callable[[], bool],
 ) -> None:
     """Search until the run ends; a process without searchers waits for the end."""
-    from tba_jax.run.search_process import open_search_process, search
+    from tba_jax.run.search_process import search, wait_for_end
+    from tba_jax.run.shared import open_searchers
 
-    searchers = roles.search.get(cluster.number)
-    if searchers is None:
-        _wait_for_end(link, config.log.watchdog_s)
+    if not searchers:
+        wait_for_end(link)
         return
-    process = open_search_process(
-        config, workdir, searchers, cluster=cluster.alone(), wants_stop=interrupted
-    )
+    shared, parts, weights = open_searchers(config, workdir, searchers, cluster.alone())
     try:
-        process.shared.rewards.check()
-        search(process, link, StopFlag())
+        shared.rewards.check()
+        search(shared, parts, weights, link, stop=StopFlag(), wants_stop=interrupted)
     finally:
-        process.shared.rewards.close()
-
-
-def _wait_for_end(link: Client, limit_s: float) -> None:
-    """Wait until the run ends.
-
-    Raises:
-        PeerError: the owner does not respond for `limit_s`.
-    """
-    last_s = time.monotonic()
-    while True:
-        try:
-            link.join((), "")
-            last_s = time.monotonic()
-        except RunEnded:
-            return
-        except Unreachable as error:
-            if time.monotonic() - last_s > limit_s:
-                raise PeerError(
-                    f"the first trainer process has not responded for {limit_s:.0f} s ({error}). "
-                    f"{CONTINUE}"
-                ) from error
-        time.sleep(_POLL_S)
+        shared.rewards.close()

@@ -41,14 +41,8 @@ class Evaluated:
     after: dict[str, Any] | None = None
     last_eval_step: int = -1
 
-    def add(self, record: dict[str, Any]) -> None:
-        """Record the result of an evaluation, a dictionary with `step`."""
-        self.before = self.before or record
-        self.after = record
-        self.last_eval_step = max(self.last_eval_step, record["step"])
-
     def state(self) -> PartState:
-        """Return `before`, `after` and `last_eval_step`."""
+        """Return the attributes."""
         return PartState({}, dict(vars(self)))
 
     def restore(self, state: PartState) -> None:
@@ -107,7 +101,7 @@ class Run:
         return self.shared.clock
 
     def _saveables(self) -> dict[str, Any]:
-        """Return all parts with host state, by name, in the order of restoring."""
+        """Return all parts with host state, by name."""
         return {
             "buffer": self.buffer,
             **({} if self.owner is None else {"owner": self.owner}),
@@ -122,13 +116,12 @@ class Run:
         All processes of the run call this method.
         """
         step = self.trainer.step_index
-        if step == self.last_saved_step:
-            return
-        states = {name: part.state() for name, part in self._saveables().items()}
-        # The save copies the train state before it returns; the next step donates it.
-        self.checkpoints.save(step, self.trainer.state, states)
-        self.last_saved_step = step
-        return_free_memory()
+        if step != self.last_saved_step:
+            states = {name: part.state() for name, part in self._saveables().items()}
+            # The save copies the train state before it returns; the next step donates it.
+            self.checkpoints.save(step, self.trainer.state, states)
+            self.last_saved_step = step
+            return_free_memory()
 
     def restore(self, step: int | None) -> None:
         """Restore the host state of a checkpoint, and drop log lines of work after it.
@@ -166,7 +159,12 @@ class Run:
             self.logs.metrics.write(step, {"time_s": self.clock(), **line, "eval/version": step})
             self.samples.add_evaluation(step, evaluation, self.evaluator.prompts)
             texts, rewards = evaluation.texts[:MOST_RESPONSES], evaluation.rewards[:MOST_RESPONSES]
-            self.evaluated.add({**values, "step": step, "texts": texts, "rewards": rewards})
+            record, known = (
+                {**values, "step": step, "texts": texts, "rewards": rewards},
+                self.evaluated,
+            )
+            known.before, known.after = known.before or record, record
+            known.last_eval_step = max(known.last_eval_step, step)
         if finished:
             self.weights.keep_only(self.owner.evaluations.versions)
         return bool(finished)
@@ -175,7 +173,6 @@ class Run:
         """Return whether the version published at `step` must be evaluated.
 
         Args:
-            step: step of the publication.
             newest: version of the last requested evaluation; -1 before the first request.
         """
         if newest < 0:

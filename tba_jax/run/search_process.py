@@ -6,124 +6,93 @@ searches, with the weights in its memory. Invariant: after a rewind no response 
 the previous trainer are used (tests/integration/test_fleet.py).
 """
 
-import dataclasses
 import time
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterable
 
-import jax
-import numpy as np
-from jax.sharding import Mesh
-
-from tba_jax.config.schema import Config
-from tba_jax.devices.cluster import CONTINUE, Cluster, PeerError
-from tba_jax.devices.placement import MESH_AXES, PlacementError
-from tba_jax.devices.site import Site, Sites, device_lock_for
+from tba_jax.devices.cluster import CONTINUE, PeerError
 from tba_jax.devices.worker import StopFlag, Worker, WorkerError
 from tba_jax.remote.channel import Refused, Rewind, RunEnded, Unreachable
-from tba_jax.remote.client import Client
+from tba_jax.remote.client import HEARTBEAT_PERIOD_S, Client
 from tba_jax.remote.messages import Heartbeat
-from tba_jax.run.shared import (
-    RunClock,
-    Shared,
-    build_judging,
-    make_searchers,
-    make_stored_weights,
-    open_shared,
-)
+from tba_jax.run.shared import Shared
 from tba_jax.search.searcher import Searcher, SearchParts
 from tba_jax.weights.folder import StoredWeights
 from tba_jax.weights.memory import DELIVERY_S, Weights
 
 POLL_S = 0.002
 """Sleep of a thread that has nothing to do."""
-STOP_S = 10.0
-"""Time that threads get to end their current step."""
+_STOP_S = 10.0  # time that threads get to end their current step
 _CHECK_S = 0.1  # seconds between two checks whether a worker has failed
 _JOIN_RETRY_S = 0.5  # seconds between two join requests to a trainer that does not respond
 
 
-@dataclasses.dataclass(frozen=True)
-class SearchProcess:
-    """The searchers of a process before they join an owner.
-
-    Attributes:
-        weights: source of the weights that the searchers sample with.
-        wants_stop: returns whether this process received a stop signal; sent to the owner.
-    """
-
-    shared: Shared
-    parts: tuple[SearchParts, ...]
-    weights: StoredWeights | Weights
-    wants_stop: Callable[[], bool] = lambda: False
+def search_workers(searcher: Searcher, stop: StopFlag) -> tuple[Worker, Worker]:
+    """Return the two workers of a searcher: decoding and grading."""
+    return (
+        Worker(f"searcher-{searcher.index}", searcher.step, stop, idle_s=POLL_S),
+        Worker(f"grader-{searcher.index}", searcher.grade, stop, idle_s=POLL_S),
+    )
 
 
-def open_search_process(
-    config: Config,
-    workdir: Path,
-    searchers: Sequence[int],
+def stop_workers(workers: Iterable[Worker], stop: StopFlag) -> None:
+    """Stop workers; give them a short time to end their current step."""
+    stop.set()
+    deadline = time.monotonic() + _STOP_S
+    for worker in workers:
+        worker.join(max(0.0, deadline - time.monotonic()))
+
+
+def search(
+    shared: Shared,
+    parts: tuple[SearchParts, ...],
+    weights: StoredWeights | Weights,
+    client: Client,
     *,
-    cluster: Cluster | None = None,
+    stop: StopFlag,
     wants_stop: Callable[[], bool] = lambda: False,
-) -> SearchProcess:
-    """Build searchers on the devices of this process.
+) -> None:
+    """Search until the run ends, or `stop` is set.
 
     Args:
-        searchers: consecutive searcher IDs.
-        cluster: cluster of this process alone, in a job whose other processes train; None: the
-            process belongs to a fleet.
-
-    Raises:
-        PlacementError: too few devices. ValueError: as `open_shared`.
-    """
-    shared = open_shared(
-        config,
-        workdir,
-        cluster=cluster or Cluster(),
-        clock=RunClock(time.perf_counter, time.perf_counter()),  # the join response sets it
-        note=lambda line: None,
-        sites=_fleet_sites(config, searchers[0]) if cluster is None else None,
-    )
-    weights = make_stored_weights(shared)
-    parts = make_searchers(shared, weights, build_judging(shared))
-    return SearchProcess(shared, parts, weights, wants_stop)
-
-
-def _fleet_sites(config: Config, first_searcher: int) -> Sites:
-    """Divide the devices of this process among its searchers.
-
-    Weights are read from storage with the devices of the first searcher.
-    """
-    each, num = config.search.num_devices, config.num_searchers
-    devices = jax.local_devices()
-    groups = [devices[i : i + each] for i in range(0, len(devices) - each + 1, each)]
-    if not groups:
-        raise PlacementError(
-            f"a searcher wants {each} devices (search.num_devices), and a process of searchers "
-            f"sees {len(devices)}; lower it, or give more with fleet.searcher"
-        )
-    meshes = [Mesh(np.array(groups[i % len(groups)]), ("model",)) for i in range(num)]
-    reading = Mesh(np.array(groups[0]).reshape(1, 1, each), MESH_AXES)
-    lock = device_lock_for([reading, *meshes])
-    where, searching = Site(reading, lock), tuple(Site(mesh, lock) for mesh in meshes)
-    num_searchers = config.fleet.max_searchers
-    return Sites(where, where, searching, first_searcher, num_searchers, trains=False)
-
-
-def search(process: SearchProcess, client: Client, stop: StopFlag) -> None:
-    """Search until the run ends, or `stop` is set.
+        parts: parts of each searcher.
+        weights: source of the weights that the searchers sample with.
+        wants_stop: returns whether this process received a stop signal; sent to the owner.
 
     Raises:
         PeerError: the owner refuses this process, or does not respond.
         WorkerError: a searcher failed.
     """
-    indices = [parts.index for parts in process.parts]
+
+    def search_once() -> None:
+        joined = client.join([each.index for each in parts], shared.identity)
+        shared.clock.set(joined.run_s)
+        weights.reset(joined.version)
+        _search_once(parts, weights, client, stop, wants_stop)
+
+    _repeat(search_once, client, stop)
+
+
+def wait_for_end(client: Client) -> None:
+    """Wait until the run ends, in a process without searchers.
+
+    Raises:
+        PeerError: the owner does not respond.
+    """
+    stop = StopFlag()
+
+    def look() -> None:
+        client.join((), "")
+        stop.wait(_JOIN_RETRY_S)
+
+    _repeat(look, client, stop)
+
+
+def _repeat(work: Callable[[], None], client: Client, stop: StopFlag) -> None:
+    """Call a function that joins the owner, until the run ends or `stop` is set."""
     last_s = time.monotonic()
     while not stop.is_set():
         try:
-            joined = client.join(indices, process.shared.identity)
-            process.shared.clock.set(joined.run_s)
-            _search_once(process, client, joined.version, stop)
+            work()
         except RunEnded:
             return  # the trainer still computes final results; this process has no more work
         except Rewind as rewind:
@@ -141,25 +110,29 @@ def search(process: SearchProcess, client: Client, stop: StopFlag) -> None:
         last_s = time.monotonic()
 
 
-def _search_once(process: SearchProcess, client: Client, version: int, outer: StopFlag) -> None:
+def _search_once(
+    parts: tuple[SearchParts, ...],
+    weights: StoredWeights | Weights,
+    client: Client,
+    outer: StopFlag,
+    wants_stop: Callable[[], bool],
+) -> None:
     """Run the searchers until the client raises an error, or `outer` is set."""
     stop = StopFlag()
-    process.weights.reset(version)
-    client.on_versions = process.weights.announce
-    searchers = [Searcher(parts, client) for parts in process.parts]
+    client.on_versions = weights.announce
+    searchers = [Searcher(each, client) for each in parts]
     pairs = [search_workers(each, stop) for each in searchers]
 
-    def send() -> bool:
+    def beat() -> bool:
         for searcher, (decoding, _) in zip(searchers, pairs, strict=True):
             counts = searcher.decode_counts()
-            heartbeat = Heartbeat(decoding.idle_total_s, counts, process.wants_stop())
-            client.beat(searcher.index, heartbeat)
-        return client.exchange()
+            client.beat(searcher.index, Heartbeat(decoding.idle_total_s, counts, wants_stop()))
+        return False
 
     workers = [
-        Worker("weight-reader", lambda: process.weights.poll(DELIVERY_S), stop),
         *(worker for pair in pairs for worker in pair),
-        Worker("client", send, stop, idle_s=POLL_S),
+        Worker("weight-reader", lambda: weights.poll(DELIVERY_S), stop),
+        Worker("heartbeat", beat, stop, idle_s=HEARTBEAT_PERIOD_S / 4),
     ]
     for worker in workers:
         worker.start()
@@ -172,15 +145,4 @@ def _search_once(process: SearchProcess, client: Client, version: int, outer: St
             raise error.__cause__ from None
         raise
     finally:
-        stop.set()
-        deadline = time.monotonic() + STOP_S
-        for worker in workers:
-            worker.join(max(0.0, deadline - time.monotonic()))
-
-
-def search_workers(searcher: Searcher, stop: StopFlag) -> list[Worker]:
-    """Return the two workers of a searcher: decoding and grading."""
-    return [
-        Worker(f"searcher-{searcher.index}", searcher.step, stop, idle_s=POLL_S),
-        Worker(f"grader-{searcher.index}", searcher.grade, stop, idle_s=POLL_S),
-    ]
+        stop_workers(workers, stop)

@@ -5,7 +5,10 @@ Invariant: a reward, judge or environment that cannot be used is refused before 
 step (tests/run/test_rewarding.py).
 """
 
+import contextlib
+import functools
 import importlib.util
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,19 +37,10 @@ from tba_jax.rewards.kinds import (
     reward_models,
     workers_by_cores,
 )
-from tba_jax.rewards.pool import RewardPool
 from tba_jax.rewards.reward_models import RewardModel
 from tba_jax.rewards.source import RewardSource
-from tba_jax.run.model_parts import (
-    describe_model,
-    end_ids,
-    longest_sequence,
-    make_padding,
-    make_scoring,
-    model_path,
-    policy_config,
-    stop_strings,
-)
+from tba_jax.run import model_parts
+from tba_jax.run.model_parts import end_ids, make_padding, make_scoring
 from tba_jax.run.peers import start_cluster
 from tba_jax.search.prompts import PromptReader, text_of
 from tba_jax.search.sampler import sampling_settings
@@ -128,21 +122,13 @@ def make_grader(
 
 
 def make_gold(
-    config: Config,
-    task: Task,
-    policy_tokenizer: Tokenizer,
-    site: Site,
-    logs: Path | None = None,
+    config: Config, task: Task, tokenizer: Tokenizer, site: Site, logs: Path | None = None
 ) -> RewardSource | None:
-    """Make the judge of the win rate, or return None; the caller closes it.
-
-    Args:
-        site: site of the searcher that evaluates; a model is divided over it.
+    """Make the judge of the win rate, on the site of a searcher; None without eval.gold.
 
     Raises:
         ValueError: the judge cannot be used or is missing, or the data has no reference responses.
     """
-    model, function = config.eval.gold_model, config.eval.gold_reward
     if not config.eval.gold:
         if task.metric == "win_rate":
             raise ValueError(
@@ -157,35 +143,27 @@ def make_gold(
             f"column `answer` of a prompt, and task {task.name} has no such column; add it to the "
             "data, or leave eval.gold empty"
         )
-    if model:
-        dtype = judge_dtype(site)
+    if config.eval.gold_model:
         return RewardModel.load(
-            model, site=site, param_dtype=dtype, policy_tokenizer=policy_tokenizer
+            config.eval.gold_model,
+            site=site,
+            param_dtype=judge_dtype(site),
+            policy_tokenizer=tokenizer,
         )
-    return make_judge(config, function, first_row(task), logs)
-
-
-def reward_functions(config: Config) -> list[str]:
-    """Return the names of the reward functions and of the function that judges."""
-    own = "" if config.reward.model_path else task_class(config.task.name).reward
-    named = config.task.reward or own
-    if named in LEARNED:
-        return []
-    return [part.strip() for part in f"{named},{config.eval.gold_reward}".split(",") if part]
+    return make_judge(config, config.eval.gold_reward, first_row(task), logs)
 
 
 def try_rewards(config: Config, task: Task) -> None:
-    """Load each reward function in a separate process, and try it on a row of the task.
+    """Load the reward functions and the judge in processes, and try them on a row of the task.
 
     Raises:
         ValueError, RewardFailure: a function cannot be used.
     """
-    for function in reward_functions(config):
-        pool = RewardPool(function, timeout_s=config.reward.timeout_s, row=first_row(task))
-        try:
-            pool.check()
-        finally:
-            pool.close()
+    own = "" if config.reward.model_path else task_class(config.task.name).reward
+    for names in (config.task.reward or own, config.eval.gold_reward):
+        if names and names not in LEARNED:
+            with contextlib.closing(make_judge(config, names, first_row(task), None)) as source:
+                source.check()
 
 
 # Environments and servers.
@@ -260,7 +238,6 @@ def make_server(
     """Return the server that samples responses, if the config names one.
 
     Args:
-        policy: architecture with adapters.
         workdir: folder to which adapters are written; the server reads them there.
     """
     if not config.search.server:
@@ -268,11 +245,11 @@ def make_server(
     return InferenceServer(
         config.search.server,
         policy,
-        model_path(config),
+        model_parts.model_path(config),
         workdir / "adapters",
         longest=config.task.max_prompt_tokens + config.search.max_new_tokens,
         eos_ids=end_ids(config, tokenizer.eos_ids),
-        stop_strings=stop_strings(config, tokenizer),
+        stop_strings=model_parts.stop_strings(config, tokenizer),
         timeout_s=config.log.watchdog_s / 4,
     )
 
@@ -309,6 +286,12 @@ def make_judging(
     """
     measures: dict[Site, list[Measure]] = {site: [] for site in sites}
     metrics: list[MetricFunction] = []
+    lock, load = threading.Lock(), functools.cache(reference_params)
+
+    def params_on(site: Site) -> Any:  # searchers that share devices load only one copy
+        with lock:
+            return load(site)
+
     if config.eval.gold:
         win_rate = WinRate(gold, tokenizer)
         metrics.append(win_rate)
@@ -319,7 +302,7 @@ def make_judging(
         for site, own in measures.items():
             distance = ReferenceDistance(
                 model_config,
-                lambda site=site: reference_params(site),
+                functools.partial(params_on, site),
                 scoring=make_scoring(config, tokenizer.eos_ids),
                 padding=make_padding(config, tokenizer.pad_id),
                 site=site,
@@ -373,28 +356,34 @@ def make_evaluator(
 
 
 def preflight(config: Config) -> None:
-    """Check config, data, model, rewards, devices and packages, in this order.
+    """Check config, packages, data, model, rewards and devices, in this order.
 
-    Weights are not read. Each reward function is tried on one row, in a separate process.
+    Weights are not read. The reward functions are tried on one row, in separate processes.
 
     Raises:
         ConfigError, ValueError, RewardFailure, OSError: the first problem.
     """
     validate(config)
-    _check_packages(config)
+    kind = config.log.tracker.partition(":")[0]
+    wanted = {kind: TRACKER_PACKAGES[kind]} if kind else {}
+    wanted |= {"fleet": "ray"} if config.placement == "fleet" else {}
+    for extra, package in wanted.items():
+        if importlib.util.find_spec(package) is None:
+            raise ConfigError(
+                f"config.{'placement' if extra == 'fleet' else 'log.tracker'} needs the package "
+                f"{package}: pip install 'tba_jax[{extra}]'"
+            )
     task = make_task(config)
     task.size("train")
-    first_row(task)
-    model = describe_model(config, with_weights=False)
-    policy = policy_config(config, model.config)
-    longest_sequence(config, model.config)
+    model = model_parts.describe_model(config, with_weights=False)
+    policy = model_parts.policy_config(config, model.config)
+    model_parts.longest_sequence(config, model.config)
     tokenizer = model.load_tokenizer()
     text_of(task, tokenizer, "train", 0)
     try_rewards(config, task)
     models = reward_models(config, task_class(config.task.name).reward)
-    for path in (*models.values(), config.eval.gold_model):
-        if path:
-            folders.load_config(folders.resolve(path, with_weights=False))
+    for path in filter(None, (*models.values(), config.eval.gold_model)):
+        folders.load_config(folders.resolve(path, with_weights=False))
     server = make_server(config, policy, tokenizer, Path())
     if server is not None:
         server.check()
@@ -403,18 +392,3 @@ def preflight(config: Config) -> None:
         import jax
 
         divide(config.placement, jax.local_devices(), asked(config), jax.process_index())
-
-
-def _check_packages(config: Config) -> None:
-    """Refuse settings that need a package that is not installed."""
-    kind = config.log.tracker.partition(":")[0]
-    wanted = []
-    if kind:
-        wanted.append((f"log.tracker={config.log.tracker}", TRACKER_PACKAGES.get(kind, ""), kind))
-    if config.placement == "fleet":
-        wanted.append(("placement=fleet", "ray", "fleet"))
-    for setting, package, extra in wanted:
-        if importlib.util.find_spec(package) is None:
-            raise ConfigError(
-                f"{setting} needs the package {package}: pip install 'tba_jax[{extra}]'"
-            )

@@ -2,7 +2,6 @@
 """Results of tickets: packed without loss, refused if inconsistent, summarised for the logs."""
 
 import dataclasses
-import json
 import math
 
 import numpy as np
@@ -12,16 +11,15 @@ from fake_tickets import make_report, make_result
 
 from tba_jax.flow.tickets import check_result, summarise
 from tba_jax.flow.trajectory import Group
-from tba_jax.replay.records import pack_results, unpack_results
+from tba_jax.remote.messages import decode, encode
 
 
-def test_packed_results_come_back_exactly():
+def test_encoded_results_come_back_exactly():
     sent = [
         make_result(3, version=2, searcher=1, rejected={3: {"reward_error": 2}}),
         make_result(4, rewards={4: [0.5, -1.0]}),
     ]
-    arrays, meta = pack_results(sent)
-    found = unpack_results(arrays, json.loads(json.dumps(meta)))
+    found = decode(encode(sent))
     for a, b in zip(sent, found, strict=True):
         assert (a.number, a.version, a.report, a.generated) == (
             b.number,

@@ -10,7 +10,8 @@ import sys
 import time
 from pathlib import Path
 
-from tba_jax.replay.records import from_snapshot, unpack_results
+from tba_jax.remote.messages import decode
+from tba_jax.replay.records import from_snapshot
 from tba_jax.run.checkpoint import load_host_state
 
 ROOT = Path(__file__).parents[2]
@@ -196,13 +197,12 @@ def assert_every_ticket_once(workdir):
     size = config["search.samples_per_prompt"]
     _, host_state = load_host_state(str(workdir))
     arrays, meta = host_state["owner"]
-    position = meta["position"]
-    waiting = [result.number for result in unpack_results(arrays, meta)]
-    done = set(range(position["next"])) - set(position["open"])
+    waiting = [result.number for result in decode(arrays["results"].tobytes())]
+    done = set(range(meta["_next"])) - set(meta["open"])
     _, packed, packer = from_snapshot(*host_state["buffer"])
     stored = map(packer.unpack, itertools.chain.from_iterable(packed))
     merged = collections.Counter(y.ticket for y in stored)
     assert merged and max(merged.values()) <= size
     assert len(set(waiting)) == len(waiting) and not set(merged) & set(waiting)
     assert set(merged) | set(waiting) <= done
-    assert position["num_generated"] == (len(done) - position["num_skipped"]) * size
+    assert meta["_num_generated"] == (len(done) - meta["num_skipped"]) * size

@@ -57,7 +57,5 @@ def test_searchers_and_trainer_of_two_devices_each_share_them(cache, tmp_path):
     assert done.returncode == 0, done.stderr
     assert sorted(losses(workdir)) == list(range(1, 9))
     assert is_balanced(report(workdir)["ledger"])
-    waits = [r["sync/turn_wait_s"] for r in lines(workdir / "metrics.jsonl") if "train/loss" in r]
-    assert waits == sorted(waits) and waits[-1] > 0
     stored = [y for group in tba_jax.load_run(workdir).buffer().values() for y in group]
     assert {y.searcher for y in stored} == {0, 1}

@@ -70,7 +70,6 @@ def test_report_and_ledger_of_a_finished_run(reference):
     assert ledger["generated"] == 8 * 4 * 16 and is_balanced(ledger)
     assert report["eval"]["before"]["n"] == report["eval"]["after"]["n"] == 16
     assert report["steps"] == 8
-    assert report["time_to_first_step_s"] < report["wall_s"]
     records = [r for r in lines(reference / "metrics.jsonl") if "train/loss" in r]
     # Sampler and trainer compute the same log-probs, up to float32 rounding over 48 tokens.
     assert all(0 <= r["train/sampler_gap"] < 1e-4 for r in records)

@@ -3,14 +3,13 @@
 
 from types import SimpleNamespace
 
-from tba_jax.devices.cluster import Cluster
 from tba_jax.report.jsonl import read_jsonl
 from tba_jax.run.records import Logs
 
 
 def opened(folder):
     display = SimpleNamespace(write=lambda step, values: None, close=lambda: None)
-    return Logs(folder, Cluster(), display, [])
+    return Logs(folder, True, display, [])
 
 
 def test_what_is_done_again_is_dropped(tmp_path):
