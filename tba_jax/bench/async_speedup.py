@@ -3,14 +3,12 @@
 
     python -m tba_jax.bench.async_speedup [--repeats=5] [--json] [-- OVERRIDES OF BOTH SIDES]
 
-Both sides train a model of 5M random weights on the embedded sums, through the main command. The
-model is large enough that a step is mostly arithmetic, and responses have at least 16 tokens, so
-that steps are alike. `sync` is one process on one core: it searches, then trains, on data of the
-newest version. `async` is two processes on one core each (`placement=hosts`): one trains
-while the other searches, and weights and responses pass through the work directory. Both sides make
-the same number of steps with the same number of responses. The time of a step is measured from the
-end of step `--skip` to the end of the last step, without start and compilation. Sides alternate,
-and the ratio compares neighbouring runs.
+Both sides train a model of 5M random weights on the embedded sums with equal steps, through the
+main command. A step is mostly arithmetic, and responses have at least 16 tokens, so that steps are
+alike. `sync` is one process on one core: it searches, then trains, on data of the newest version.
+`async` is two processes on one core each (`placement=hosts`): one trains while the other searches.
+Steps are timed from the end of step `--skip`, without start and compilation. Sides alternate, and
+the ratio compares neighbouring runs.
 
 Searching and training overlap, so the largest possible speedup, `limit`, is sync's step over the
 longer of its two halves: 2 for equal halves. `--model=start` uses the embedded start model, whose
@@ -19,10 +17,9 @@ two idle cores.
 """
 
 import argparse
-import contextlib
 import dataclasses
+import functools
 import os
-import shutil
 import socket
 import statistics
 import sys
@@ -33,7 +30,6 @@ from typing import Any
 from tba_jax.bench import harness
 from tba_jax.bench.harness import Figures
 from tba_jax.models import model as models
-from tba_jax.report.jsonl import read_jsonl
 from tba_jax.run.model_parts import START_MODEL
 
 # Config fields of each side; steps do only the measured work.
@@ -54,7 +50,7 @@ _BALANCED = {
 }
 _HEADS = {"num_heads": 4, "num_kv_heads": 4, "head_dim": 64}
 _WIDER = {"hidden_size": 256, "num_layers": 6, "mlp_size": 768, **_HEADS}
-_COLUMNS = ("step_s", "search_s", "train_s", "replay_ratio", "staleness")
+_COLUMNS = ("step_s", "search_s", "train_s", "replay_ratio", "staleness", "speedup", "limit")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,20 +63,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser,
         argv,
         measure,
-        columns=(*_COLUMNS, "speedup", "limit"),
-        rows=lambda x: {
-            "sync": x["sync"],
-            "async": {**x["async"], "speedup": x["speedup"], "limit": x["limit"]},
-        },
+        columns=_COLUMNS,
+        rows=lambda x: {side: x[side] for side in _SIDES},
     )
 
 
 def measure(args: argparse.Namespace, folder: Path) -> Figures:
-    """Return all figures by name.
-
-    Raises:
-        ValueError: there are fewer than two cores or too few steps, or a run failed.
-    """
+    """Return all figures by name. What cannot be measured is a ValueError."""
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         raise ValueError(f"this process may use {len(cores)} core; wanted two")
@@ -90,94 +79,69 @@ def measure(args: argparse.Namespace, folder: Path) -> Figures:
         )
     fields: dict[str, Any] = {}
     if args.model == "random":
-        write_model(folder / "model")
+        shape = dataclasses.replace(models.describe(str(START_MODEL)).config, **_WIDER)
+        harness.write_model(folder / "model", shape)
         fields = _BALANCED | {"model.path": str(folder / "model")}
-    runs: dict[str, list[Figures]] = {side: [] for side in _SIDES}
-    for number in range(-1, args.repeats):  # the first run of each side fills the compilation cache
-        num_steps = args.num_steps if number >= 0 else args.skip
-        for side, found in runs.items():
-            workdir = folder / f"{side}-{number}"
-            given = {**_SIDES[side], **fields, "num_steps": num_steps}
-            overrides = [f"--config.{name}={value}" for name, value in given.items()]
-            _run(side, [*overrides, *args.overrides], workdir, cores)
-            if number >= 0:
-                found.append(read(workdir, args.skip))
-                print(f"{side} {number}: {found[-1]['step_s']:.3f} s a step", file=sys.stderr)
-    pairs = zip(runs["sync"], runs["async"], strict=True)
-    ratios = sorted(sync["step_s"] / other["step_s"] for sync, other in pairs)
-    halves = [(x["search_s"], x["step_s"] - x["search_s"]) for x in runs["sync"]]
+
+    def run(side: str, repeat: int, num_steps: int = args.num_steps) -> Figures:
+        workdir = folder / f"{side}-{repeat}"
+        given = {**_SIDES[side], **fields, "num_steps": num_steps}
+        _run(side, [*harness.main_command("math", workdir, given), *args.overrides], workdir, cores)
+        return read(workdir, args.skip) if repeat >= 0 else {}
+
+    for side in _SIDES:  # fills the compilation cache
+        run(side, -1, args.skip)
+    sides = {side: functools.partial(run, side) for side in _SIDES}
+    figures = harness.repeated(sides, args.repeats, "step_s")
+    steps = zip(*(figures[side]["step_s_of_repeats"] for side in _SIDES), strict=True)
+    ratios = sorted(sync / other for sync, other in steps)
+    speedup, limit = statistics.median(ratios), figures["sync"]["over_longer_half"]
+    figures["async"] |= {"speedup": speedup, "limit": limit}
     return {
-        "speedup": statistics.median(ratios),
+        **figures,
+        "speedup": speedup,
         "speedups": ratios,
-        "limit": statistics.median(sum(x) / max(x) for x in halves),
-        **{
-            side: {name: statistics.median(x[name] for x in found) for name in _COLUMNS}
-            for side, found in runs.items()
-        },
+        "limit": limit,
         "steps": args.num_steps - args.skip,
         "model": args.model,
-        "hardware": harness.hardware({"platform": "cpu", "device": "cpu"}),
+        **harness.here("cpu"),
     }
 
 
 def read(workdir: Path, skip: int) -> Figures:
-    """Return figures of a finished run.
+    """Return means over the steps of a finished run after step `skip`.
 
-    `step_s` is the time of a step; `train_s` and `search_s` are the seconds of training and
-    searching in it, where a synchronous run searches while it does not train; `replay_ratio` counts
-    draws per merged response over the whole run; `staleness` is the mean in steps.
-
-    Args:
-        skip: number of steps at the start to ignore.
-
-    Raises:
-        ValueError: the run has too few steps.
+    `over_longer_half` is the time of a step over the longer of searching and the rest;
+    `replay_ratio` counts draws per merged response over the whole run; `staleness` is in steps.
     """
-    records = read_jsonl(workdir / "metrics.jsonl")
-    steps = [x for x in records if "train/loss" in x and x["step"] >= skip]
-    if len(steps) < 2:
-        raise ValueError(
-            f"{workdir} has {len(steps)} steps after --skip={skip}; wanted two. Raise --num_steps"
-        )
-    first, last, timed = steps[0], steps[-1], steps[1:]
-    step_s = (last["time_s"] - first["time_s"]) / len(timed)
-    train_s = statistics.mean(x["train/step_s"] for x in timed)
-    not_s = train_s
-    if "search/idle_s" in last:  # a searcher that works concurrently with the trainer
-        not_s = (last["search/idle_s"] - first["search/idle_s"]) / len(timed)
+    steps = harness.timed_steps(workdir, skip)
+    step_s, search_s, train_s, staleness = (
+        statistics.mean(x[name] for x in steps)
+        for name in ("step_s", "search_s", "train_s", "buffer/staleness_mean")
+    )
     return {
         "step_s": step_s,
-        "search_s": step_s - not_s,
+        "search_s": search_s,
         "train_s": train_s,
-        "replay_ratio": last["buffer/replay_ratio"],
-        "staleness": statistics.mean(x["buffer/staleness_mean"] for x in timed),
+        "over_longer_half": step_s / max(search_s, step_s - search_s),
+        "replay_ratio": steps[-1]["buffer/replay_ratio"],
+        "staleness": staleness,
     }
 
 
-def write_model(folder: Path) -> None:
-    """Write a model of random weights with the start model's tokenizer."""
-    shutil.copytree(START_MODEL, folder)
-    config = dataclasses.replace(models.describe(str(START_MODEL)).config, **_WIDER)
-    harness.write_checkpoint(folder, config)
-
-
-def _run(side: str, overrides: Sequence[str], workdir: Path, cores: Sequence[int]) -> None:
+def _run(side: str, command: Sequence[str], workdir: Path, cores: Sequence[int]) -> None:
     """Run one side from start to end, with one core and one device for each process."""
-    command = [sys.executable, "-m", "tba_jax.main", "--config=math", f"--workdir={workdir}"]
     env: Mapping[str, str] = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     job = [f"--coordinator=127.0.0.1:{port}", "--num_processes=2"]
     own = [[*job, f"--process_id={i}"] for i in range(2)] if side == "async" else [[]]
-    log = workdir.with_suffix(".txt")
-    with contextlib.ExitStack() as stack:
-        pinned = (["taskset", "-c", str(core), *command] for core in cores)
-        children = [
-            stack.enter_context(harness.started([*start, *overrides, *more], log, env))
-            for start, more in zip(pinned, own, strict=False)
-        ]
-        harness.wait(side, children, log)
+    pinned = [
+        ["taskset", "-c", str(core), *command, *more]
+        for core, more in zip(cores, own, strict=False)
+    ]
+    harness.run_processes(side, pinned, workdir.with_suffix(".txt"), env)
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ at the measured memory bandwidth or matmul rate, whichever is slower, divided by
 """
 
 import argparse
+import functools
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -33,6 +34,7 @@ from tba_jax.decoding.session import Session
 from tba_jax.devices.platform import platform_of
 from tba_jax.devices.site import any_device
 from tba_jax.models import transformer
+from tba_jax.models.transformer import TransformerConfig
 from tba_jax.planning import roofline
 
 _SIZES = ("num_prompts", "num_samples", "prompt_tokens", "max_new_tokens")
@@ -41,19 +43,8 @@ WORKLOADS: Mapping[str, Mapping[str, Any]] = {
     "uniform": dict(zip(_SIZES, (32, 1, 64, 128), strict=True)) | {"has_eos": False},
     "rl": dict(zip(_SIZES, (8, 16, 256, 256), strict=True)) | {"has_eos": True},
 }
-_COLUMNS = (
-    "tokens_per_s",
-    "first_token_s",
-    "prefill_s",
-    "decode_s",
-    "cpu_s",
-    "response_length",
-    "step_s",
-    "bound_step_s",
-    "slot_share",
-    "roofline_share",
-)
-_MEAN_LENGTH_SHARE = 1 / 3  # mean length over the length limit
+_TIMES = ("first_token_s", "prefill_s", "decode_s", "cpu_s", "step_s", "bound_step_s")
+_COLUMNS = ("tokens_per_s", *_TIMES, "response_length", "slot_share", "roofline_share")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -74,51 +65,60 @@ def measure(args: argparse.Namespace, folder: Path) -> Figures:
     """Return all figures by name."""
     given = {name: getattr(args, name) for name in _SIZES if getattr(args, name) is not None}
     workload = {**WORKLOADS[args.workload], **given}
-    names = ("shape", "dtype", "chunk_steps", "num_slots")
-    job = {name: getattr(args, name) for name in names} | workload
-    command = harness.own_command("decode")
+    about = {name: getattr(args, name) for name in ("shape", "dtype", "chunk_steps")}
+    job = about | workload | {"num_slots": args.num_slots, "seed": args.seed}
+    side = functools.partial(harness.run_side, "engine", job, folder, harness.own_command("decode"))
+    figures = harness.repeated({"engine": side}, args.repeats, "tokens_per_s")["engine"]
+    workload["name"] = args.workload
+    return figures | about | {"workload": workload, "repeats": args.repeats}
 
-    def run(repeat: int) -> Figures:
-        own = {"seed": args.seed + repeat}  # each repeat draws other responses
-        return harness.run_side("engine", job | own, folder, command=command)
 
-    figures = harness.repeated({"engine": run}, args.repeats, "tokens_per_s")["engine"]
-    return figures | {
-        "shape": args.shape,
-        "dtype": args.dtype,
-        "workload": {"name": args.workload, **workload},
-        "repeats": args.repeats,
-        "hardware": harness.hardware(figures),
-    }
+def make_decoder(
+    config: TransformerConfig,
+    dtype: str,
+    prompt_tokens: int,
+    max_new_tokens: int,
+    device: Any,
+    **options: Any,
+) -> Decoder:
+    """Return a decoder for prompts of equal length on a device."""
+    return Decoder(
+        config,
+        compute_dtype=jnp.dtype(dtype),
+        pad_id=0,
+        prompt_buckets=(prompt_tokens,),
+        max_length=prompt_tokens + max_new_tokens,
+        site=any_device(platform_of(device)),
+        **options,
+    )
 
 
 def engine(job: Figures) -> Figures:
     """Measure the engine once under the workload of a job; the result has times and work."""
     config = SHAPES[job["shape"]]
     params = transformer.init_params(config, jax.random.key(0), jnp.dtype(job["dtype"]))
-    rng = np.random.default_rng(job["seed"])
+    seed = job["seed"] + job["repeat"]  # each repeat draws other responses
+    rng = np.random.default_rng(seed)
     shape = (job["num_prompts"], job["prompt_tokens"])
     prompts = rng.integers(0, config.vocab_size, shape).astype(np.int32)
     num_rows = len(prompts) * job["num_samples"]
     num_slots = min(job["num_slots"] or num_rows, num_rows)
-    eos_ids: Sequence[int] = ()
-    if job["has_eos"]:
-        # Random weights prefer no token, so a share of the vocabulary ends responses as often.
-        eos_ids = range(0, config.vocab_size, round(_MEAN_LENGTH_SHARE * job["max_new_tokens"]))
-    decoder = Decoder(
+    # Random weights prefer no token, so a share of the vocabulary ends responses as often: after a
+    # third of the length limit on average.
+    every = round(job["max_new_tokens"] / 3)
+    decoder = make_decoder(
         config,
-        compute_dtype=job["dtype"],
-        eos_ids=tuple(eos_ids),
-        pad_id=0,
-        prompt_buckets=(job["prompt_tokens"],),
-        max_length=job["prompt_tokens"] + job["max_new_tokens"],
+        job["dtype"],
+        job["prompt_tokens"],
+        job["max_new_tokens"],
+        jax.local_devices()[0],
+        eos_ids=tuple(range(0, config.vocab_size, every)) if job["has_eos"] else (),
         chunk_steps=job["chunk_steps"],
-        site=any_device(platform_of(jax.local_devices()[0])),
     )
     weights = jax.block_until_ready(decoder.weights(params))
     del params
 
-    def call(seed: int) -> tuple[Session, list[int]]:
+    def call() -> tuple[Session, list[int]]:
         """Submit all prompts at once; return (idle session, lengths of its responses)."""
         settings = SamplingSettings(max_new_tokens=job["max_new_tokens"])
         at_once = -(-num_slots // job["num_samples"])
@@ -128,10 +128,10 @@ def engine(job: Figures) -> Figures:
             session.submit(prompt, own, settings)
         return session, [len(response.tokens) for response in session.run()]
 
-    call(job["seed"])  # compiles every program that responses of these lengths need
+    call()  # compiles every program that responses of these lengths need
     compiled = decoder.compile_count
     start, cpu_start = time.perf_counter(), time.process_time()
-    session, lengths = call(job["seed"])
+    session, lengths = call()
     wall_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
     statistics = session.statistics
     work = roofline.decode_work(
@@ -152,8 +152,6 @@ def engine(job: Figures) -> Figures:
         "decode_s": statistics.chunk_s,
         "response_length": float(np.mean(lengths)),
         "slot_share": statistics.tokens / statistics.slot_steps,
-        "bytes_per_step": work.num_bytes / statistics.steps,
-        "flops_per_step": work.num_flops / statistics.steps,
         "bytes_per_s": rates.bytes_per_s,
         "flops_per_s": rates.flops_per_s,
         "step_s": step_s,
@@ -162,7 +160,6 @@ def engine(job: Figures) -> Figures:
         "recompiled": decoder.compile_count - compiled,
         "num_slots": num_slots,
         "num_params": transformer.num_params(config),
-        "versions": harness.versions("jax", "jaxlib", "flax"),
         **harness.here(),
     }
 

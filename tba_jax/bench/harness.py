@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Harness of the benchmarks: their command line, fresh processes, model shapes and table.
+"""Harness of the benchmarks: command line, fresh processes, repeats, table and model shapes.
 
 A benchmark is one module. Its `measure` starts sides, the parts to be timed, in fresh processes:
 the same module with a job file, whose side is a function that maps the job to its figures.
@@ -16,7 +16,9 @@ import itertools
 import json
 import os
 import platform
+import re
 import shlex
+import shutil
 import signal
 import statistics
 import subprocess
@@ -25,21 +27,24 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import numpy as np
 
+from tba_jax.bench import trl_peer
 from tba_jax.devices.platform import prepare_process
 from tba_jax.models import transformer
 from tba_jax.models.hf import config_json, hf_weights
 from tba_jax.models.transformer import TransformerConfig
+from tba_jax.report.jsonl import read_jsonl
+from tba_jax.run.model_parts import START_MODEL
 
 Figures: TypeAlias = dict[str, Any]
 """JSON values by name; the end of a name is the unit: _s, _bytes."""
 
 TIMEOUT_S = 3600
-_POLL_S = 0.05
+_POLL_S = 0.02
 _JOB = "--job"
 
 _39M = TransformerConfig(
@@ -78,23 +83,19 @@ def make_parser(name: str, description: str | None) -> argparse.ArgumentParser:
     )
 
 
-def at_least(least: int) -> Callable[[str], int]:
-    """Return the type of a flag: an integer of at least `least`."""
-
-    def integer(text: str) -> int:
-        if int(text) < least:
-            raise argparse.ArgumentTypeError(f"got {text}; wanted at least {least}")
-        return int(text)
-
-    return integer
-
-
 def add_integers(
     parser: argparse.ArgumentParser, defaults: Mapping[str, int | None], **least: int
 ) -> None:
     """Define flags for integers by name and default, of at least 1 or of `least`."""
+
     for name, value in defaults.items():
-        parser.add_argument(f"--{name}", type=at_least(least.get(name, 1)), default=value)
+
+        def integer(text: str, bound: int = least.get(name, 1)) -> int:
+            if int(text) < bound:
+                raise argparse.ArgumentTypeError(f"got {text}; wanted at least {bound}")
+            return int(text)
+
+        parser.add_argument(f"--{name}", type=integer, default=value)
 
 
 def add_peer_flags(parser: argparse.ArgumentParser) -> None:
@@ -115,12 +116,10 @@ def run(
     """Run a benchmark, or one side of it in its own process; return the exit code.
 
     Args:
-        parser: parser whose `prog` is the command as a user types it. It gets the flag --json,
-            which prints the result as a JSON object in the last line of output.
+        parser: parser from `make_parser`; it gets the flag --json.
         argv: command-line arguments; None: those of this process.
         measure: (flags, empty folder) -> result; a ValueError is printed as one line.
-        columns: figures in the table.
-        rows: result -> figures of each side, for the table.
+        columns, rows: figures in the table; result -> figures of each side.
         sides: side -> function of a job, for `run_side`.
     """
     argv = sys.argv[1:] if argv is None else argv
@@ -185,30 +184,29 @@ def _cell(name: str, value: Any) -> str:
 
 
 def repeated(
-    sides: Mapping[str, Callable[[int], Figures]], repeats: int, main: str
+    sides: Mapping[str, Callable[..., Figures]], repeats: int, main: str
 ) -> dict[str, Figures]:
     """Run sides alternately; return the figures of each side over all repeats.
 
     A float is the median of the repeats, an integer their maximum, all else that of the first.
 
     Args:
-        sides: side -> function of the number of the repeat.
+        sides: side -> function of `repeat`, the number of the repeat.
         repeats: number of runs of each side.
-        main: figure that is printed after each run, and returned as a list, too, "..._of_repeats".
+        main: figure that is printed after each run, and returned as a list, "..._of_repeats".
     """
     reports: dict[str, list[Figures]] = {side: [] for side in sides}
     for repeat, (side, measure) in itertools.product(range(repeats), sides.items()):
-        reports[side].append(measure(repeat))
+        reports[side].append(measure(repeat=repeat))
         print(f"{side}: {main} {reports[side][-1][main]:.4g}", file=sys.stderr)
 
-    def over_repeats(name: str, found: Sequence[Figures]) -> Any:
-        values = [x[name] for x in found]
+    def over_repeats(values: Sequence[Any]) -> Any:
         if isinstance(values[0], float):
             return statistics.median(values)
         return max(values) if isinstance(values[0], int) else values[0]
 
     return {
-        side: {name: over_repeats(name, found) for name in found[0]}
+        side: {name: over_repeats([x[name] for x in found]) for name in found[0]}
         | {f"{main}_of_repeats": [x[main] for x in found]}
         for side, found in reports.items()
     }
@@ -223,144 +221,163 @@ def run_side(
     side: str,
     job: Mapping[str, Any],
     folder: Path,
-    *,
     command: Sequence[str],
     env: Mapping[str, str] | None = None,
+    repeat: int = 0,
 ) -> Figures:
-    """Run one side in a fresh process and return its figures.
+    """Run one side in a fresh process and return its figures; see `run_processes`.
 
     Args:
-        side: name of the side, for the job and for errors.
-        job: JSON values; the process also finds `side`, and `result`, the path of its result.
+        side, repeat: name of the side and number of the repeat, for the job.
+        job: JSON values; the process also gets `result`, the path where it writes its figures.
         folder: folder for files between the processes.
-        command: command that receives the path of the job as its last argument.
-        env: environment; None: the environment of this process.
-
-    Raises:
-        ValueError: the process failed or took too long; its last lines go to stderr.
+        command, env: command that gets the path of the job as its last argument; its environment.
     """
     path, result, log = folder / "job.json", folder / "result.json", folder / "log.txt"
     for old in (result, log):
         old.unlink(missing_ok=True)
-    path.write_text(json.dumps({**job, "side": side, "result": str(result)}))
-    with started([*command, str(path)], log, env) as process:
-        wait(side, [process], log)
-    if not result.exists():
-        raise failure(side, process.returncode, log)
+    path.write_text(json.dumps({**job, "side": side, "repeat": repeat, "result": str(result)}))
+    run_processes(side, [[*command, str(path)]], log, env)
     return json.loads(result.read_text())
 
 
-@contextlib.contextmanager
-def started(
-    command: Sequence[str], log: Path, env: Mapping[str, str] | None = None
-) -> Iterator["subprocess.Popen[bytes]"]:
-    """Start a process whose output goes to a file; on exit, kill it and its children."""
-    with log.open("ab") as out:
-        # The process gets its own session, so that its children end with it.
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=env, start_new_session=True)
-        try:
-            yield process
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+def run_processes(
+    side: str,
+    commands: Sequence[Sequence[str]],
+    log: Path,
+    env: Mapping[str, str] | None = None,
+    limit_s: float | None = None,
+    is_done: Callable[[], bool] = lambda: False,
+) -> None:
+    """Run processes of a side together until all have ended; then kill their children.
 
-
-def wait(side: str, processes: Sequence["subprocess.Popen[bytes]"], log: Path) -> None:
-    """Wait until all processes of a side have ended.
+    Args:
+        side: name of the side in errors.
+        commands, env: command line of each process; their environment, None: that of this process.
+        log: file that gets their output.
+        limit_s: time limit in seconds; None: an hour.
+        is_done: polled, and called once after the end; if it is true, the processes are killed.
 
     Raises:
         ValueError: a process failed or took too long; its last lines go to stderr.
     """
-    deadline = time.monotonic() + TIMEOUT_S
-    while any(process.poll() is None for process in processes):
-        if any(process.returncode for process in processes):
-            break
-        if time.monotonic() > deadline:
-            raise ValueError(f"{side} took more than {TIMEOUT_S} s. Give a smaller workload")
-        time.sleep(_POLL_S)
-    if codes := [process.returncode for process in processes if process.returncode]:
-        raise failure(side, codes[0], log)
+    deadline = time.monotonic() + (limit_s := limit_s or TIMEOUT_S)
+    with log.open("ab") as out, contextlib.ExitStack() as stack:
+        processes = []
+        for command in commands:
+            # The process gets its own session, so that its children end with it.
+            process = subprocess.Popen(
+                command, stdout=out, stderr=out, env=env, start_new_session=True
+            )
+            stack.callback(_kill, process)
+            processes.append(process)
+        while True:
+            codes = [process.poll() for process in processes]
+            if is_done():
+                return
+            if any(codes) or None not in codes:
+                break
+            if time.monotonic() > deadline:
+                raise ValueError(f"{side} took more than {limit_s:g} s. Give a smaller workload")
+            time.sleep(_POLL_S)
+    if any(codes):
+        lines = log.read_text(errors="replace").strip().splitlines() or ["(no output)"]
+        sys.stderr.write("".join(f"{line}\n" for line in lines[:-1][-30:]))
+        raise ValueError(f"{side} failed with exit code {next(filter(None, codes))}: {lines[-1]}")
 
 
-def failure(side: str, code: int | None, log: Path) -> ValueError:
-    """Return the error of a failed process; the end of its output goes to stderr."""
-    lines = log.read_text(errors="replace").strip().splitlines() or ["(no output)"]
-    sys.stderr.write("\n".join(lines[:-1][-30:]) + "\n" if lines[1:] else "")
-    return ValueError(f"{side} failed with exit code {code}: {lines[-1]}")
+def _kill(process: "subprocess.Popen[bytes]") -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
 
 
-def peer_env() -> dict[str, str]:
-    """Return the environment of a peer: its own packages, and no downloads."""
-    return {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
+def main_command(preset: str, workdir: Path, fields: Mapping[str, Any]) -> list[str]:
+    """Return the command that trains in a work directory with some fields of the config."""
+    command = [sys.executable, "-m", "tba_jax.main", f"--config={preset}", f"--workdir={workdir}"]
+    return command + [f"--config.{name}={value}" for name, value in fields.items()]
 
 
-def peer_versions(python: str, packages: Sequence[str]) -> dict[str, str]:
-    """Return the versions of Python and of packages in another interpreter.
+def timed_steps(workdir: Path, skip: int) -> list[Figures]:
+    """Return the metrics of the steps of a run after step `skip`, with the parts of their time.
+
+    `step_s` is the time from the end of the step before, `train_s` the time of training in it, and
+    `search_s` the time in which the searcher works; a synchronous run searches while it does not
+    train. A run without such a step is a ValueError.
+    """
+    records = read_jsonl(workdir / "metrics.jsonl")
+    steps = [x for x in records if "train/loss" in x and x["step"] >= skip]
+    if len(steps) < 2:
+        raise ValueError(f"{workdir} has no step after step {skip}. Raise the number of steps")
+    timed = []
+    for before, step in itertools.pairwise(steps):
+        step_s, train_s = step["time_s"] - before["time_s"], step["train/step_s"]
+        idle_s = train_s
+        if "search/idle_s" in step:
+            idle_s = step["search/idle_s"] - before["search/idle_s"]
+        timed.append(step | {"step_s": step_s, "search_s": step_s - idle_s, "train_s": train_s})
+    return timed
+
+
+# --- peer, machine and model -------------------------------------------------
+
+
+class Peer(NamedTuple):
+    """TRL in its own interpreter: command of its side, its environment, and its versions."""
+
+    command: list[str]
+    env: dict[str, str]
+    versions: dict[str, str]
+
+
+def peer(python: str) -> Peer:
+    """Return the peer in an interpreter, without PYTHONPATH and without downloads.
 
     Raises:
         ValueError: the interpreter does not run, or a package is missing.
     """
-    code = (
-        "import importlib.metadata as m, json, platform; print(json.dumps({'python': "
-        f"platform.python_version(), **{{n: m.version(n) for n in {tuple(packages)}}}}}))"
-    )
+    packages = trl_peer.PACKAGES
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {"HF_HUB_OFFLINE": "1"}
+    code = f"import importlib.metadata as m; print(*map(m.version, {packages}))"
     try:
         done = subprocess.run(
-            [python, "-c", code], capture_output=True, text=True, check=True, env=peer_env()
+            [python, "-c", code], capture_output=True, text=True, env=env, check=True
         )
-    except OSError as error:
+    except (OSError, subprocess.CalledProcessError) as error:
+        reason = (getattr(error, "stderr", "") or str(error)).strip().splitlines()[-1]
         raise ValueError(
-            f"--peer_python={python} does not run: {error}. Give a Python interpreter"
+            f"--peer_python={python}: {reason}. Give an interpreter with {', '.join(packages)}"
         ) from error
-    except subprocess.CalledProcessError as error:
-        raise ValueError(
-            f"--peer_python={python} lacks a package: {error.stderr.strip().splitlines()[-1]}. "
-            f"Install {', '.join(packages)} there, or give another --peer_python"
-        ) from error
-    return json.loads(done.stdout)
+    versions = dict(zip(map(str, packages), done.stdout.split(), strict=True))
+    return Peer([python, "-P", trl_peer.__file__], env, versions)
 
 
-def versions(*packages: str) -> dict[str, str]:
-    """Return the versions of Python and of the packages that are installed."""
-    found = {"python": platform.python_version()}
-    for name in packages:
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
+def here(platform_name: str | None = None) -> Figures:
+    """Return figures about this machine and the versions of the packages.
 
-
-def here() -> Figures:
-    """Return figures about the device and the number of threads of this process."""
-    return {
-        "num_threads": len(os.sched_getaffinity(0)),
-        "platform": jax.default_backend(),
-        "device": jax.devices()[0].device_kind,
-    }
-
-
-def peak_bytes(compiled: jax.stages.Compiled) -> int:
-    """Return the memory of a compiled program as its compiler reports it."""
-    memory = compiled.memory_analysis()
-    assert memory is not None, "this backend does not report the memory of compiled programs"
-    held = memory.argument_size_in_bytes + memory.output_size_in_bytes
-    return held - memory.alias_size_in_bytes + memory.temp_size_in_bytes
-
-
-def hardware(report: Mapping[str, Any]) -> Figures:
-    """Describe this machine, with the platform and device that a side reported."""
+    Args:
+        platform_name: platform of the sides, if this process must not use the device itself.
+    """
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    name = re.search("model name.*: (.*)", cpuinfo.read_text() if cpuinfo.exists() else "")
+    packages = ("jax", "jaxlib", "flax", "optax", "jax-cuda12-plugin", "jax-cuda13-plugin")
+    versions = {"python": platform.python_version()}
+    for package in (*packages, "libtpu"):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            versions[package] = importlib.metadata.version(package)
     return {
-        "processor": names[0] if names else platform.processor(),
-        "num_cores": len(os.sched_getaffinity(0)),
-        "platform": report["platform"],
-        "device": report["device"],
+        "hardware": {
+            "processor": name[1] if name else platform.processor(),
+            "num_cores": len(os.sched_getaffinity(0)),
+            "platform": platform_name or jax.default_backend(),
+            "device": platform_name or jax.devices()[0].device_kind,
+        },
+        "versions": versions,
     }
 
 
-def write_checkpoint(folder: str | Path, config: TransformerConfig) -> None:
-    """Write a model folder of random weights in float32, without a tokenizer."""
+def write_model(folder: Path, config: TransformerConfig) -> None:
+    """Write a model folder of random weights in float32, with the start model's tokenizer."""
+    shutil.copytree(START_MODEL, folder)
     params = transformer.init_params(config, jax.random.key(0), np.dtype("float32"))
     hf_weights.save(folder, config, params, config_json.hf_config(config, dtype="float32"))

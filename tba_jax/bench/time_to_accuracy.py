@@ -11,8 +11,8 @@ the file cache. Then each side runs once per seed, alternating, on the cores of 
 process. A process ends when it reaches the accuracy.
 
 `from_command_s` counts from the start of the process to the evaluation that reached the accuracy,
-`after_first_step_s` from the end of the first step; `over_trl` are medians of ratios for equal
-seeds. Use a quiet machine.
+`after_first_step_s` from the end of the first step; a run that never reaches it counts as infinite.
+`over_trl` are ratios of the medians. Use a quiet machine.
 
 The peer needs torch and TRL, best in a separate environment:
 
@@ -23,23 +23,24 @@ the class as a tool, through its environment_factory.
 """
 
 import argparse
+import functools
+import itertools
 import json
+import math
 import os
-import statistics
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from tba_jax.bench import harness, trl_peer
+from tba_jax.bench import harness
 from tba_jax.bench.harness import Figures
 from tba_jax.run.model_parts import START_MODEL
 from tba_jax.tasks.arithmetic import TRAIN_SIZE, Arithmetic
 
-_POLL_S = 0.02
 # Warmup steps of the preset; the peer gets the same number.
 _WARMUP_STEPS = 5
 _WORKLOADS: Mapping[str, Mapping[str, Any]] = {
@@ -52,35 +53,11 @@ _WORKLOADS: Mapping[str, Mapping[str, Any]] = {
         "package": str(Path(__file__).parents[2]),
     },
 }
-_COLUMNS = (
-    "from_command_s",
-    "first_step_s",
-    "after_first_step_s",
-    "steps",
-    "over_trl.from_command",
-    "over_trl.after_first_step",
-)
-
-
-class Reached(NamedTuple):
-    """Times of one process; seconds count from its start.
-
-    Attributes:
-        from_command_s: end of the first evaluation at the accuracy; nan: never reached.
-        first_step_s: end of the first step.
-        step: step of the evaluation that reached the accuracy, or None.
-        accuracies: (step, accuracy, seconds) of every evaluation except that of the start model.
-    """
-
-    from_command_s: float
-    first_step_s: float
-    step: int | None
-    accuracies: list[tuple[int, float, float]]
-
-    @property
-    def after_first_step_s(self) -> float:
-        """Seconds from the end of the first step to the accuracy."""
-        return self.from_command_s - self.first_step_s
+_BATCH = {"num_prompts": 16, "group_size": 16}
+_RUN = {"num_steps": 150, "eval_period": 10}
+_INTEGERS = {"seeds": 5, **_RUN, "num_held_out": 512, **_BATCH}
+_TIMES = ("from_command_s", "first_step_s", "after_first_step_s", "steps")
+_COLUMNS = (*_TIMES, "over_trl.from_command", "over_trl.after_first_step")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,13 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--peer_learning_rates",
         default="1e-4,3e-4,1e-3",
-        type=numbers,
         help="learning rates to try; the fastest is used",
     )
     parser.add_argument("--config", choices=_WORKLOADS, default="math", help="preset of the task")
     parser.add_argument("--accuracy", type=float, default=0.95, help="held-out accuracy to reach")
-    integers = {"seeds": 5, "num_steps": 150, "eval_period": 10, "num_held_out": 512}
-    harness.add_integers(parser, integers | {"num_prompts": 16, "group_size": 16}, group_size=2)
+    harness.add_integers(parser, _INTEGERS, group_size=2)
     return harness.run(
         parser,
         argv,
@@ -106,65 +81,50 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
 
 
-def numbers(text: str) -> list[float]:
-    """Return the numbers of a flag, which are separated by commas."""
-    return [float(x) for x in text.split(",")]
-
-
 def measure(args: argparse.Namespace, folder: Path) -> Figures:
-    """Return all figures by name.
+    """Return all figures by name; `folder` is empty. What cannot be measured is a ValueError."""
+    warm, machine = folder / "warm", harness.here("cpu")
 
-    Args:
-        folder: empty folder for the runs.
+    def ours(side: str, repeat: int) -> Figures:
+        cache = warm if side == "ours_warm" else folder / f"cold-{repeat}"
+        return _ours(args, folder / f"{side}-{repeat}", cache, repeat, args.accuracy)
 
-    Raises:
-        ValueError: a side failed, or no process of a side reached the accuracy.
-    """
-    versions = {"ours": harness.versions("jax", "jaxlib")}
-    runs: dict[str, list[Reached]] = {"ours_cold": [], "ours_warm": []}
-    trials: dict[float, float] = {}
+    sides: dict[str, Callable[..., Figures]] = {
+        side: functools.partial(ours, side) for side in ("ours_cold", "ours_warm")
+    }
+    tried: dict[str, float] = {}
     if args.peers:
-        versions["trl"] = harness.peer_versions(args.peer_python, trl_peer.PACKAGES)
-        runs["trl"] = []
+        peer = harness.peer(args.peer_python)
+        machine["versions"] |= peer.versions
+        for rate in args.peer_learning_rates.split(","):
+            found = _trl(args, peer, folder / f"rate-{rate}", rate, repeat=0)
+            tried[rate] = found["from_command_s"]
+        best = min(tried, key=lambda rate: tried[rate])
+        sides["trl"] = lambda repeat: _trl(args, peer, folder / f"trl-{repeat}", best, repeat)
     print("filling the compilation cache", file=sys.stderr)
-    warm = folder / "warm"
-    _ours(args, folder / "first", warm, seed=0, stop_at=None)
-    for rate in args.peer_learning_rates if args.peers else ():
-        trials[rate] = _trl(args, folder / f"trl-{rate:g}", rate, seed=0).from_command_s
-    fastest = min(trials, key=lambda x: np.nan_to_num(trials[x], nan=np.inf), default=0.0)
-    for seed in range(args.seeds):
-        for side, found in runs.items():
-            at = folder / f"{side}-{seed}"
-            if side == "trl":
-                reached = _trl(args, at, fastest, seed)
-            else:
-                cache = warm if side == "ours_warm" else folder / f"cold-{seed}"
-                reached = _ours(args, at, cache, seed, stop_at=args.accuracy)
-            found.append(reached)
-    figures = {side: figures_of(side, found, args.accuracy) for side, found in runs.items()}
-    if args.peers:
-        for side in ("ours_cold", "ours_warm"):
-            figures[side]["over_trl"] = ratios(runs[side], runs["trl"])
-        tried = {f"{x:g}": None if np.isnan(s) else s for x, s in trials.items()}
-        figures["trl"] |= {"learning_rate": fastest, "from_command_s_of_learning_rates": tried}
-    sizes = ("config", "accuracy", "seeds", "num_steps", "eval_period", "num_held_out")
+    _ours(args, folder / "first", warm, repeat=0, stop_at=math.inf)
+    figures = harness.repeated(sides, args.seeds, "from_command_s")
+    peers = {name: figures.pop(name) | {"tried": tried} for name in [args.peers] if name}
+    for found, trl in itertools.product(figures.values(), peers.values()):
+        found["over_trl"] = {
+            name: found[f"{name}_s"] / trl[f"{name}_s"]
+            for name in ("from_command", "after_first_step")
+        }
     return {
-        "ours_cold": figures["ours_cold"],
-        "ours_warm": figures["ours_warm"],
-        "peers": {"trl": figures["trl"]} if args.peers else {},
-        "workload": {name: getattr(args, name) for name in (*sizes, "num_prompts", "group_size")},
-        "versions": versions,
-        "hardware": harness.hardware({"platform": "cpu", "device": "cpu"}),
+        **figures,
+        "peers": peers,
+        "workload": {name: getattr(args, name) for name in ("config", "accuracy", *_INTEGERS)},
+        **machine,
     }
 
 
 def _ours(
-    args: argparse.Namespace, workdir: Path, cache: Path, seed: int, stop_at: float | None
-) -> Reached:
+    args: argparse.Namespace, workdir: Path, cache: Path, repeat: int, stop_at: float
+) -> Figures:
     """Run the main job in a new work directory, with a compilation cache below `cache`."""
-    overrides = {
+    fields = {
         "num_steps": args.num_steps,
-        "seed": seed,
+        "seed": repeat,
         "eval.period": args.eval_period,
         "task.num_eval_prompts": args.num_held_out,
         "batch.num_prompts": args.num_prompts,
@@ -173,38 +133,38 @@ def _ours(
         "search.max_new_tokens": _WORKLOADS[args.config]["max_new_tokens"],
         "optimizer.learning_rate": f"linear(2e-4, 0, warmup={_WARMUP_STEPS})",
     }
-    command = [sys.executable, "-m", "tba_jax.main", f"--config={args.config}"]
-    command += [f"--workdir={workdir}"]
-    command += [f"--config.{name}={value}" for name, value in overrides.items()]
+    command = harness.main_command(args.config, workdir, fields)
     env = {k: v for k, v in os.environ.items() if "CACHE" not in k or not k.startswith("JAX_")}
     env |= {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(cache)}
     return watch("tba_jax", command, env, workdir / "metrics.jsonl", "eval/pass_at_1", stop_at)
 
 
-def _trl(args: argparse.Namespace, folder: Path, learning_rate: float, seed: int) -> Reached:
+def _trl(
+    args: argparse.Namespace, peer: harness.Peer, folder: Path, learning_rate: str, repeat: int
+) -> Figures:
     """Run GRPO of TRL in a process of the peer's interpreter."""
     folder.mkdir()
-    task, rng = Arithmetic(), np.random.default_rng(seed)
+    task, rng = Arithmetic(), np.random.default_rng(repeat)
     chosen = rng.choice(TRAIN_SIZE, args.num_prompts * args.num_steps)
 
-    def problem(text: str, columns: Mapping[str, Any]) -> dict[str, Any]:
+    def problem(split: Any, index: int) -> dict[str, Any]:
+        text, columns = task.problem(split, index)
         return {"prompt": text, **columns}
 
-    names = ("num_prompts", "group_size", "num_steps", "eval_period")
-    job = {name: getattr(args, name) for name in names} | {
-        "model": str(START_MODEL),
-        "seed": seed,
-        "learning_rate": learning_rate,
-        "warmup_steps": _WARMUP_STEPS,
+    log, path = folder / "log.jsonl", folder / "job.json"
+    job = {
+        **{name: getattr(args, name) for name in (*_BATCH, *_RUN)},
         **_WORKLOADS[args.config],
-        "problems": [problem(*task.problem("train", int(i))) for i in chosen],
-        "held_out": [problem(*task.problem("eval", i)) for i in range(args.num_held_out)],
-        "log": str(folder / "log.jsonl"),
+        "model": str(START_MODEL),
+        "seed": repeat,
+        "learning_rate": float(learning_rate),
+        "warmup_steps": _WARMUP_STEPS,
+        "problems": [problem("train", int(i)) for i in chosen],
+        "held_out": [problem("eval", i) for i in range(args.num_held_out)],
+        "log": str(log),
     }
-    (folder / "job.json").write_text(json.dumps(job))
-    command = [args.peer_python, "-P", trl_peer.__file__, str(folder / "job.json")]
-    log = folder / "log.jsonl"
-    return watch("trl", command, harness.peer_env(), log, "accuracy", args.accuracy)
+    path.write_text(json.dumps(job))
+    return watch("trl", [*peer.command, str(path)], peer.env, log, "accuracy", args.accuracy)
 
 
 def watch(
@@ -213,85 +173,45 @@ def watch(
     env: Mapping[str, str],
     log: Path,
     accuracy: str,
-    stop_at: float | None,
-) -> Reached:
-    """Run a command and read its growing log.
+    stop_at: float,
+) -> Figures:
+    """Run a command and read its growing log; return times in seconds from its start.
+
+    `steps` is the step of the first evaluation at the accuracy, and `accuracies` lists (step,
+    accuracy, seconds) of every evaluation but that of the start model.
 
     Args:
-        side: name of the side in errors.
-        command, env: command line and environment of the process.
+        side, command, env: arguments of `harness.run_processes`.
         log: JSON lines with a `step`; the line of step 1 marks the end of the first step.
         accuracy: name of the accuracy in lines that have one.
-        stop_at: accuracy at which the process is ended; None: run to the end.
-
-    Raises:
-        ValueError: the process failed, made no step or took too long; its last lines go to stderr.
+        stop_at: accuracy at which the process is ended.
     """
-    output = log.parent.with_name(f"{log.parent.name}.txt")
-    found, first_step_s, accuracies, num_bytes = None, None, [], 0
+    first_step_s, accuracies, num_lines = None, [], 0
     start = time.perf_counter()
-    with harness.started(command, output, env) as process:
-        is_over = False
-        while not is_over and found is None:
-            # checked before the read, so that the last lines are read, too
-            is_over = process.poll() is not None
-            now = time.perf_counter() - start
-            if now > harness.TIMEOUT_S:
-                raise ValueError(f"{side} took more than {harness.TIMEOUT_S} s. Lower --num_steps")
-            lines = _complete_lines(log, num_bytes)
-            num_bytes += sum(map(len, lines))
-            for line in map(json.loads, lines):
-                if accuracy not in line:
-                    first_step_s = now if line["step"] == 1 else first_step_s
-                elif line["step"]:  # not the evaluation of the start model
-                    accuracies.append((line["step"], line[accuracy], now))
-                    if stop_at is not None and line[accuracy] >= stop_at:
-                        found = line["step"]
-            time.sleep(0 if is_over else _POLL_S)
-    if first_step_s is None or (process.returncode and found is None):
-        raise harness.failure(side, process.returncode, output)
-    seconds = float("nan") if found is None else accuracies[-1][2]
-    name = log.parent.name
-    print(f"{name}: {seconds:.1f} s, first step after {first_step_s:.1f} s", file=sys.stderr)
-    return Reached(seconds, first_step_s, found, accuracies)
 
+    def is_done() -> bool:
+        nonlocal first_step_s, num_lines
+        now = time.perf_counter() - start
+        *lines, _ = log.read_text().split("\n") if log.exists() else [""]  # complete lines
+        for line in map(json.loads, lines[num_lines:]):
+            if accuracy not in line:
+                first_step_s = now if line["step"] == 1 else first_step_s
+            elif line["step"]:  # not the evaluation of the start model
+                accuracies.append((line["step"], line[accuracy], now))
+        num_lines = len(lines)
+        return bool(accuracies) and accuracies[-1][1] >= stop_at
 
-def _complete_lines(log: Path, start: int) -> list[bytes]:
-    """Return the complete lines of a file after its first `start` bytes; [] if it is missing."""
-    if not log.exists():
-        return []
-    with log.open("rb") as file:
-        file.seek(start)
-        data = file.read()
-    return data[: data.rfind(b"\n") + 1].splitlines(keepends=True)
-
-
-def figures_of(side: str, runs: Sequence[Reached], accuracy: float) -> Figures:
-    """Return the medians over the runs of one side that reached the accuracy."""
-    there = [x for x in runs if x.step is not None]
-    if not there:
-        best = max((value for x in runs for _, value, _ in x.accuracies), default=0.0)
-        raise ValueError(
-            f"{side} never reached an accuracy of {accuracy}, {best} at most; give a lower "
-            "--accuracy or more --num_steps"
-        )
-    names = ("from_command_s", "after_first_step_s", "first_step_s")
+    output = log.parent.with_name(f"{log.parent.name}.txt")
+    harness.run_processes(side, [command], output, env, is_done=is_done)
+    if first_step_s is None:
+        raise ValueError(f"{side} ended before its first step. Give more --num_steps")
+    steps, _, end_s = accuracies[-1] if is_done() else (math.inf, None, math.inf)
     return {
-        **{name: statistics.median(getattr(x, name) for x in there) for name in names},
-        "steps": statistics.median(x.step or 0 for x in there),
-        "reached": f"{len(there)} of {len(runs)}",
-        "runs": [{**x._asdict(), "after_first_step_s": x.after_first_step_s} for x in there],
-    }
-
-
-def ratios(ours: Sequence[Reached], theirs: Sequence[Reached]) -> Figures:
-    """Return the medians over seeds of our time divided by the peer's time."""
-    pairs = [(x, y) for x, y in zip(ours, theirs, strict=True) if None not in (x.step, y.step)]
-    if not pairs:
-        raise ValueError("no seed has both sides at the accuracy. Give more --seeds or --num_steps")
-    return {
-        name: statistics.median(getattr(x, f"{name}_s") / getattr(y, f"{name}_s") for x, y in pairs)
-        for name in ("from_command", "after_first_step")
+        "from_command_s": end_s,
+        "first_step_s": first_step_s,
+        "after_first_step_s": end_s - first_step_s,
+        "steps": float(steps),
+        "accuracies": accuracies,
     }
 
 

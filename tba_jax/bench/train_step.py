@@ -6,11 +6,11 @@
 Workload: groups of full rows, one Trajectory Balance step with AdamW and clipping. `tba_jax` is our
 step, which computes every prompt once for all its responses. `naive` is a plain JAX step of the
 same model and optimiser: a row for each response, no recomputation, and the log-softmax of all
-logits in float32. Both sides have equal random weights and report the loss of their first step; the
-command fails if the losses differ. Every repeat of a side runs in a fresh process, one after the
-other; figures are medians of the repeats. Tokens per second count prompt and
-response. `mfu` is the share of the measured matmul rate that the operations of a side use, without
-recomputation. Use a quiet machine: a large `cpu_s` (processor time) shows disturbed runs.
+logits in float32. Both sides have equal random weights; the command fails if the losses of their
+first steps differ. Every repeat of a side has a fresh process; figures are medians of the repeats.
+Tokens per second count prompt and response. `mfu` is the share of the measured matmul rate that the
+operations of a side use, without recomputation. Use a quiet machine: a large `cpu_s` (processor
+time) shows disturbed runs.
 """
 
 import argparse
@@ -54,16 +54,8 @@ _BETA, _LEARNING_RATE = 0.05, 1e-6
 _ADAMW = OptimizerSettings(weight_decay=0.01, clip_norm=1.0)
 # smaller than differences between models, larger than rounding of sums of log-probs
 _LOSS_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1}
-_COLUMNS = (
-    "tokens_per_s",
-    "step_s",
-    "min_step_s",
-    "cpu_s",
-    "ratio",
-    "mfu",
-    "temporary_bytes",
-    "max_rss_bytes",
-)
+_TIMES = ("tokens_per_s", "step_s", "min_step_s", "cpu_s", "ratio", "mfu")
+_COLUMNS = (*_TIMES, "temporary_bytes", "max_rss_bytes")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,19 +80,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def measure(args: argparse.Namespace, folder: Path) -> Figures:
-    """Return all figures by name.
-
-    Raises:
-        ValueError: a side failed, or the losses of the sides differ.
-    """
-    settings = ("model_shape", "dtype", "remat", "micro_batch_rows", "steps")
-    job = {name: getattr(args, name) for name in (*_SIZES, *settings, "seed")}
+    """Return all figures by name. What cannot be measured is a ValueError."""
+    job = {name: value for name, value in vars(args).items() if name not in ("repeats", "json")}
     command = harness.own_command("train_step")
-
-    def run(side: str) -> Callable[[int], Figures]:
-        return lambda repeat: harness.run_side(side, job, folder, command=command)
-
-    figures = harness.repeated({side: run(side) for side in _SIDES}, args.repeats, "step_s")
+    sides = {x: functools.partial(harness.run_side, x, job, folder, command) for x in _SIDES}
+    figures = harness.repeated(sides, args.repeats, "step_s")
     mine, naive = figures["tba_jax"], figures["naive"]
     if not math.isclose(naive["loss"], mine["loss"], rel_tol=_LOSS_TOLERANCE[args.dtype]):
         raise ValueError(
@@ -108,19 +92,15 @@ def measure(args: argparse.Namespace, folder: Path) -> Figures:
             "do not compute the same, so their times cannot be compared. Report this with the "
             "versions"
         )
-    rate = mine["matmul_flops_per_s"]
+    for found in figures.values():
+        found["mfu"] = found["flops_per_s"] / mine["matmul_flops_per_s"]
+    naive["ratio"] = naive["step_s"] / mine["step_s"]
     return {
         **mine,
-        "mfu": mine["flops_per_s"] / rate,
-        "naive": {
-            **naive,
-            "mfu": naive["flops_per_s"] / rate,
-            "ratio": naive["step_s"] / mine["step_s"],
-        },
+        "naive": naive,
         "workload": {name: getattr(args, name) for name in _SIZES},
-        **{name: getattr(args, name) for name in settings},
+        **{name: value for name, value in job.items() if name not in _SIZES},
         "repeats": args.repeats,
-        "hardware": harness.hardware(mine),
     }
 
 
@@ -130,13 +110,10 @@ def measure(args: argparse.Namespace, folder: Path) -> Figures:
 def steps(job: Figures) -> Figures:
     """Measure the train step of one side: its times, memory, and the loss of the first step."""
     config = SHAPES[job["model_shape"]]
-    params = _params(job)
-    weight_bytes = sum(x.nbytes for x in jax.tree.leaves(params))
-    optimizer = make_optimizer(_ADAMW)
     is_ours = job["side"] == "tba_jax"
-    run = (_our_step if is_ours else _naive_step)(job, optimizer)
-    state = init_state(params, optimizer, keep_reference=False)
-    del params
+    run = (_our_step if is_ours else _naive_step)(job)
+    state = _state(job)
+    weight_bytes = sum(x.nbytes for x in jax.tree.leaves(state.params))
     batch = jax.device_put(_batch(job))
     step = run.lower(state, batch).compile()
     state, outputs = step(state, batch)
@@ -160,7 +137,6 @@ def steps(job: Figures) -> Figures:
         responses_per_prompt=k if is_ours else 1,
     )
     memory: Any = step.memory_analysis()
-    stats = jax.devices()[0].memory_stats() or {}
     rates = roofline.measure_rates(job["dtype"], weight_bytes) if is_ours else None
     return {
         "loss": first_loss,
@@ -168,15 +144,13 @@ def steps(job: Figures) -> Figures:
         "step_s": step_s,
         "min_step_s": min(times),
         "cpu_s": cpu_s,
-        "model_flops": model_flops,
         "flops_per_s": model_flops / step_s,
         "matmul_flops_per_s": rates.flops_per_s if rates else None,
         "temporary_bytes": memory.temp_size_in_bytes,
-        "compiled_peak_bytes": harness.peak_bytes(step),
-        "device_peak_bytes": stats.get("peak_bytes_in_use"),
+        "compiled_bytes": memory.argument_size_in_bytes + memory.temp_size_in_bytes,
+        "device_peak_bytes": (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use"),
         "max_rss_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         "num_params": transformer.num_params(config),
-        "versions": harness.versions("jax", "jaxlib", "optax"),
         **harness.here(),
     }
 
@@ -194,26 +168,25 @@ def _batch(job: Figures) -> Batch:
     reference = np.zeros((p, k, t), np.float32)
     reference[..., 0] = rng.normal(-t * np.log(vocabulary), 3, (p, k))
 
-    def trajectory(i: int, j: int) -> Trajectory:
-        return Trajectory(
+    none = dict.fromkeys(("version_min", "version_max", "searcher", "ticket"), 0)
+    trajectories = [
+        Trajectory(
             prompt_id=i,
             response_tokens=tokens[i, j, x:],
             reward=float(rewards[i, j]),
             reward_parts={},
             behavior_token_logprobs=np.full(t, -1, np.float32),
             reference_token_logprobs=reference[i, j],
-            version_min=0,
-            version_max=0,
-            searcher=0,
-            ticket=0,
             sampling_temperature=1.0,
             finish_reason="length",
+            **none,
         )
-
+        for i, j in np.ndindex(p, k)
+    ]
     draws = [
         Draw(
             prompt=Prompt(i, "", tokens[i, 0, :x], {}),
-            trajectories=tuple(trajectory(i, j) for j in range(k)),
+            trajectories=tuple(trajectories[i * k : (i + 1) * k]),
             is_fresh=True,
             ids=tuple(range(k)),
         )
@@ -233,21 +206,19 @@ def _batch(job: Figures) -> Batch:
 
 def first_update(job: Figures, device: Any) -> Figures:
     """Return loss and gradient norm of our first step on a device."""
-    optimizer = make_optimizer(_ADAMW)
     with jax.default_device(device):
-        state = init_state(_params(job), optimizer, keep_reference=False)
-        step = _our_step(job, optimizer, device)
-        _, outputs = step(state, jax.device_put(_batch(job), device))
+        _, outputs = _our_step(job, device)(_state(job), jax.device_put(_batch(job), device))
     return {name: float(outputs["numbers"][name]) for name in ("loss", "grad_norm")}
 
 
-def _params(job: Figures) -> Any:
+def _state(job: Figures) -> TrainState:
     shape = SHAPES[job["model_shape"]]
-    return transformer.init_params(shape, jax.random.key(0), jnp.dtype(job["dtype"]))
+    params = transformer.init_params(shape, jax.random.key(0), jnp.dtype(job["dtype"]))
+    return init_state(params, make_optimizer(_ADAMW), keep_reference=False)
 
 
-def _our_step(job: Figures, optimizer: optax.GradientTransformation, device: Any = None) -> Any:
-    config = SHAPES[job["model_shape"]]
+def _our_step(job: Figures, device: Any = None) -> Any:
+    config, optimizer = SHAPES[job["model_shape"]], make_optimizer(_ADAMW)
     mesh = Mesh(np.array([device or jax.local_devices()[0]]).reshape(1, 1, 1), MESH_AXES)
     shardings = step_shardings(config, optimizer, mesh, keep_reference=False)
     settings = StepSettings(
@@ -262,10 +233,10 @@ def _our_step(job: Figures, optimizer: optax.GradientTransformation, device: Any
     return make_train_step(config, optimizer, rate, settings, shardings)
 
 
-def _naive_step(job: Figures, optimizer: optax.GradientTransformation) -> Callable[..., Any]:
+def _naive_step(job: Figures) -> Callable[..., Any]:
     options = {"config": SHAPES[job["model_shape"]], "compute_dtype": jnp.dtype(job["dtype"])}
     p, k, t = job["num_prompts"], job["group_size"], job["response_tokens"]
-    guarded = only_finite(optimizer)
+    guarded = only_finite(make_optimizer(_ADAMW))
 
     def loss_fn(params: Any, batch: Batch) -> Any:
         tokens = batch.tokens[batch.source[..., 0].reshape(-1) // t]  # row of each response

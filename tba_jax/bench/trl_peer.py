@@ -13,20 +13,24 @@ accuracy writes a log line after its first step and after each evaluation, witho
 """
 
 import importlib
-import importlib.metadata
 import json
 import re
 import resource
 import runpy
+import statistics
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 # names under which its packages are imported
 PACKAGES = ("torch", "transformers", "trl", "datasets")
 
-_INTEGER = re.compile(r"-?[0-9]+")
+_TEMPLATE = (
+    "{% for m in messages %}{{ bos_token if m.role == 'user' }}{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}{% endfor %}"
+)
 
 
 def main(argv: list[str]) -> int:
@@ -37,150 +41,137 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def _settings(trl: Any, job: dict[str, Any], **own: Any) -> Any:
-    return trl.GRPOConfig(
-        seed=job["seed"],
-        temperature=1.0,
-        learning_rate=job["learning_rate"],
-        optim="adamw_torch_fused",
-        gradient_checkpointing=False,
-        use_cpu=True,
-        bf16=False,
-        save_strategy="no",
-        logging_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
+def _trainer(
+    job: dict[str, Any], model: Any, tokenizer: Any, rows: Any, own: dict[str, Any], **settings: Any
+) -> Any:
+    """Return a trainer with some arguments and settings of its own."""
+    trl, datasets = map(importlib.import_module, ("trl", "datasets"))
+    return trl.GRPOTrainer(
+        model=model,
+        processing_class=tokenizer,
+        train_dataset=datasets.Dataset.from_list(rows),
+        args=trl.GRPOConfig(
+            seed=job["seed"],
+            temperature=1.0,
+            learning_rate=job["learning_rate"],
+            optim="adamw_torch_fused",
+            gradient_checkpointing=False,
+            use_cpu=True,
+            bf16=False,
+            save_strategy="no",
+            logging_strategy="no",
+            report_to="none",
+            disable_tqdm=True,
+            **settings,
+        ),
         **own,
     )
+
+
+def _watch(trainer: Any, begin: Callable[[], None], end: Callable[[int], None]) -> None:
+    """Call `begin` before each step of a trainer, and `end` with the number of steps after it."""
+
+    class Watch(importlib.import_module("transformers").TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            begin()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            end(state.global_step)
+
+    trainer.add_callback(Watch())
+
+
+# --- timed steps -------------------------------------------------------------
 
 
 def time_steps(job: dict[str, Any]) -> None:
     """Time a few whole steps with a reference model; write the result of the job."""
-    torch, transformers, trl, datasets = map(importlib.import_module, PACKAGES)
+    transformers = importlib.import_module("transformers")
     folder, rows = Path(job["folder"]), job["prompts"] * job["group"]
     prompts = [json.loads(line) for line in (folder / "data" / "train.jsonl").open()]
-    trainer = _timed(trl.GRPOTrainer)(
-        model=str(folder / "model"),
-        reward_funcs=runpy.run_path(str(folder / "reward.py"))["share_of_even"],
-        args=_settings(
-            trl,
-            job,
-            output_dir=str(folder / "trl"),
-            max_steps=job["warm_steps"] + job["steps"],
-            per_device_train_batch_size=job["peer_micro_batch_rows"],
-            gradient_accumulation_steps=rows // job["peer_micro_batch_rows"],
-            num_generations=job["group"],
-            max_completion_length=job["response_tokens"],
-            beta=job["beta"],
-            model_init_kwargs={"dtype": "float32"},
-        ),
+    trainer = _trainer(
+        job,
+        str(folder / "model"),
         # The class that transformers chooses by the type of the model cannot read this tokenizer.
-        processing_class=transformers.PreTrainedTokenizerFast.from_pretrained(folder / "model"),
-        train_dataset=datasets.Dataset.from_list(prompts),
+        transformers.PreTrainedTokenizerFast.from_pretrained(folder / "model"),
+        prompts,
+        {"reward_funcs": runpy.run_path(str(folder / "reward.py"))["share_of_even"]},
+        output_dir=str(folder / "trl"),
+        max_steps=job["warm_steps"] + job["steps"],
+        per_device_train_batch_size=job["peer_micro_batch_rows"],
+        gradient_accumulation_steps=rows // job["peer_micro_batch_rows"],
+        num_generations=job["group"],
+        max_completion_length=job["response_tokens"],
+        beta=job["beta"],
+        model_init_kwargs={"dtype": "float32"},
     )
-    if trainer.model.dtype != torch.float32:
-        raise ValueError(f"TRL loaded the model as {trainer.model.dtype}, wanted float32")
-    trainer.add_callback(_step_timer(transformers.TrainerCallback, trainer))
+    generate, now = trainer._generate_single_turn, time.perf_counter
+    steps: list[dict[str, float]] = []
+    lengths: list[int] = []
+
+    def generate_timed(*args: Any, **kwargs: Any) -> Any:
+        start = now()
+        out = generate(*args, **kwargs)
+        steps[-1]["search_s"] += now() - start
+        lengths.extend(len(ids) for ids in out[0])
+        return out
+
+    def end(step: int) -> None:
+        steps[-1]["step_s"] += now()
+        steps[-1]["train_s"] = steps[-1]["step_s"] - steps[-1]["search_s"]
+
+    trainer._generate_single_turn = generate_timed
+    _watch(trainer, lambda: steps.append({"step_s": -now(), "search_s": 0.0}), end)
     trainer.train()
-    lengths = {len(trainer.processing_class(x["prompt"])["input_ids"]) for x in prompts}
-    if lengths != {job["prompt_tokens"]}:
-        raise ValueError(f"TRL read prompts of {lengths} tokens, wanted {job['prompt_tokens']}")
+    timed = steps[job["warm_steps"] :]
     result = {
-        "steps": trainer.steps[job["warm_steps"] :],
-        "mean_response_tokens": sum(trainer.lengths) / len(trainer.lengths),
+        **{part: statistics.median(step[part] for step in timed) for part in timed[0]},
+        "mean_response_tokens": sum(lengths) / len(lengths),
         "max_rss_bytes": 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
-        "num_threads": torch.get_num_threads(),
-        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
     }
     Path(job["result"]).write_text(json.dumps(result))
 
 
-def _timed(base: type) -> type:
-    """Return a subclass of a TRL trainer that times sampling, and all work before training."""
-
-    class Timed(base):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
-            self.steps: list[dict[str, float]] = []
-            self.lengths: list[int] = []
-            self.decode_s = self.search_s = 0.0
-
-        def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            out = super()._generate_single_turn(*args, **kwargs)
-            self.decode_s += time.perf_counter() - start
-            self.lengths += [len(ids) for ids in out[0]]
-            return out
-
-        def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
-            start = time.perf_counter()
-            out = super()._generate_and_score_completions(*args, **kwargs)
-            self.search_s += time.perf_counter() - start
-            return out
-
-    return Timed
-
-
-def _step_timer(base: type, trainer: Any) -> Any:
-    """Return a callback that times a step, from its first micro-batch to its update."""
-
-    class Watch(base):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            self.start = time.perf_counter()
-            trainer.decode_s = trainer.search_s = 0.0
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            step_s = time.perf_counter() - self.start
-            trainer.steps.append(
-                {
-                    "step_s": step_s,
-                    "decode_s": trainer.decode_s,
-                    "reference_s": trainer.search_s - trainer.decode_s,
-                    "train_s": step_s - trainer.search_s,
-                    "rest_s": 0.0,
-                }
-            )
-
-    return Watch()
+# --- training to an accuracy -------------------------------------------------
 
 
 def train_to_accuracy(job: dict[str, Any]) -> None:
     """Train with the whole batch in one forward pass and no reference model; write the log."""
-    torch, transformers, trl, datasets = map(importlib.import_module, PACKAGES)
+    torch, transformers = map(importlib.import_module, ("torch", "transformers"))
     tokenizer = transformers.AutoTokenizer.from_pretrained(job["model"])
     model = transformers.AutoModelForCausalLM.from_pretrained(job["model"], dtype=torch.float32)
-    own, problems = {"reward_funcs": reward}, job["problems"]
-    limits = {}
+    own, problems, limits = {"reward_funcs": reward}, job["problems"], {}
     if "environment" in job:
         limits["max_tool_calling_iterations"] = job["max_turns"] - 1
         own = _with_environment(model, tokenizer, job)
         problems = [{**x, "prompt": [{"role": "user", "content": x["prompt"]}]} for x in problems]
-    trainer = trl.GRPOTrainer(
-        model=model,
-        processing_class=tokenizer,
-        **own,
-        args=_settings(
-            trl,
-            job,
-            output_dir=str(Path(job["log"]).parent / "trl"),
-            max_steps=job["num_steps"],
-            per_device_train_batch_size=job["num_prompts"] * job["group_size"],
-            num_generations=job["group_size"],
-            max_completion_length=job["max_new_tokens"],
-            lr_scheduler_type="linear",
-            warmup_steps=job["warmup_steps"],
-            **limits,
-        ),
-        train_dataset=datasets.Dataset.from_list(problems),
+    trainer = _trainer(
+        job,
+        model,
+        tokenizer,
+        problems,
+        own,
+        output_dir=str(Path(job["log"]).parent / "trl"),
+        max_steps=job["num_steps"],
+        per_device_train_batch_size=job["num_prompts"] * job["group_size"],
+        num_generations=job["group_size"],
+        max_completion_length=job["max_new_tokens"],
+        lr_scheduler_type="linear",
+        warmup_steps=job["warmup_steps"],
+        **limits,
     )
-    trainer.add_callback(_log_writer(transformers.TrainerCallback, trainer, tokenizer, job))
-    trainer.train()
 
+    with open(job["log"], "a", buffering=1) as log:
 
-_TEMPLATE = (
-    "{% for m in messages %}{{ bos_token if m.role == 'user' }}{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}{% endfor %}"
-)
+        def end(step: int) -> None:
+            if step == 1:
+                print(json.dumps({"step": 1}), file=log)
+            if step % job["eval_period"] == 0 or step == job["num_steps"]:
+                accuracy = evaluate(trainer.model, tokenizer, job)
+                print(json.dumps({"step": step, "accuracy": accuracy}), file=log)
+
+        _watch(trainer, lambda: None, end)
+        trainer.train()
 
 
 def _with_environment(model: Any, tokenizer: Any, job: dict[str, Any]) -> dict[str, Any]:
@@ -217,38 +208,17 @@ def _with_environment(model: Any, tokenizer: Any, job: dict[str, Any]) -> dict[s
 
 
 def _environment_class(job: dict[str, Any]) -> Any:
-    if job["package"] not in sys.path:
-        sys.path.append(job["package"])
+    sys.path.append(job["package"])
     module, _, name = job["environment"].partition(":")
     return getattr(importlib.import_module(module), name)
 
 
 def reward(completions: list[str], answer: list[str], **columns: Any) -> list[float]:
     """Return 1.0 for each completion whose last integer is the answer, otherwise 0.0."""
-    last = [(_INTEGER.findall(text) or [""])[-1] for text in completions]
+    last = [(re.findall(r"-?[0-9]+", text) or [""])[-1] for text in completions]
     return [
         float(found != "" and int(found) == int(a)) for found, a in zip(last, answer, strict=True)
     ]
-
-
-def _log_writer(base: type, trainer: Any, tokenizer: Any, job: dict[str, Any]) -> Any:
-    """Return a callback that writes the log lines between two steps."""
-    log = open(job["log"], "a")
-
-    def write(line: dict[str, Any]) -> None:
-        log.write(json.dumps(line) + "\n")
-        log.flush()
-
-    class Watch(base):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            step = state.global_step
-            if step == 1:
-                write({"step": 1})
-            if step % job["eval_period"] == 0 or step == job["num_steps"]:
-                accuracy = evaluate(trainer.model, tokenizer, job)
-                write({"step": step, "accuracy": accuracy})
-
-    return Watch()
 
 
 def evaluate(model: Any, tokenizer: Any, job: dict[str, Any]) -> float:
@@ -288,7 +258,7 @@ def _episodes(model: Any, tokenizer: Any, prompts: list[str], job: dict[str, Any
 
 def _greedy(model: Any, tokenizer: Any, prompts: list[str], job: dict[str, Any]) -> list[str]:
     """Return the text of a greedy response to each prompt."""
-    torch, transformers, *_ = map(importlib.import_module, PACKAGES)
+    torch, transformers = map(importlib.import_module, ("torch", "transformers"))
     batch = tokenizer(
         prompts,
         return_tensors="pt",

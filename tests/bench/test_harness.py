@@ -21,7 +21,7 @@ pathlib.Path(job["result"]).write_text(json.dumps({"side": job["side"]}))
 
 def run_side(tmp_path, code):
     command = [sys.executable, "-c", SIDE]
-    return harness.run_side("mine", {"code": code}, tmp_path, command=command)
+    return harness.run_side("mine", {"code": code}, tmp_path, command)
 
 
 def test_a_result_has_its_command_date_and_table(capsys):
@@ -82,7 +82,6 @@ OPTIONS = [
     ("rl_step", "--peers=verl", "invalid choice: 'verl'"),
     ("rl_step", "--group=1", "got 1; wanted at least 2"),
     ("time_to_accuracy", "--seeds=0", "got 0; wanted at least 1"),
-    ("time_to_accuracy", "--peer_learning_rates=fast", "invalid numbers value: 'fast'"),
     ("train_step", "--group_size=1", "got 1; wanted at least 2"),
     ("decode", "--max_new_tokens=4", "got 4; wanted at least 8"),
 ]
@@ -99,8 +98,11 @@ def test_a_bad_option_is_refused(benchmark, option, message, capsys):
     ("options", "message"),
     [
         (["--micro_batch_rows=12"], "does not divide the 128 rows of a step"),
-        (["--peers=trl", "--peer_python=/no/python"], "/no/python does not run"),
-        (["--peers=trl"], "lacks a package: importlib.metadata.PackageNotFoundError"),
+        (["--peers=trl", "--peer_python=/no/python"], "/no/python: [Errno 2] No such file"),
+        (
+            ["--peers=trl"],
+            "No package metadata was found for no_such_package",
+        ),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(options, message, capsys, monkeypatch):

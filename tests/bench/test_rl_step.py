@@ -11,43 +11,14 @@ from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import num_params
 
 
-def test_the_parts_of_a_step_are_what_was_spent_since_the_step_before(monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(rl_step.time, "perf_counter", lambda: now[0])
-
-    def work(seconds):
-        now[0] += seconds
-
-    parts = rl_step.Parts()
-    decode, score = (parts.timed(part, work) for part in ("decode_s", "reference_s"))
-    for decode_s, reference_s, step_s in ((50, 20, 30), (4, 1, 3), (3, 1, 2)):
-        decode(decode_s)
-        score(reference_s)
-        work(step_s - reference_s + 0.5)  # the run counts the reference as part of its step
-        parts.note(1, {"train/step_s": step_s, "train/response_tokens": 10 * step_s})
-    second = {"step_s": 7.5, "decode_s": 4, "reference_s": 1, "train_s": 2, "rest_s": 0.5}
-    third = {"step_s": 5.5, "decode_s": 3, "reference_s": 1, "train_s": 1, "rest_s": 0.5}
-    assert parts.of_steps() == [{**second, "tokens": 30}, {**third, "tokens": 20}]
-
-
 def test_prompts_have_the_tokens_that_were_asked_for(tmp_path):
     job = {"folder": str(tmp_path), "model_shape": "tiny", "seed": 3, "warm_steps": 1, "steps": 2}
     written = rl_step.write({**job, "prompts": 2, "prompt_tokens": 7})
     assert written["num_params"] == num_params(SHAPES["tiny"])
     tokenizer = Tokenizer.load(tmp_path / "model")
     rows = (tmp_path / "data" / "train.jsonl").read_text().splitlines()
-    assert len(rows) == 6
-    for row in rows:
-        prompt = json.loads(row)["prompt"]
-        ids = tokenizer.encode(prompt, add_bos=True)
-        assert len(ids) == 7 and prompt == " ".join(f"w{i}" for i in ids)
-    assert (tokenizer.eos_ids, tokenizer.pad_id) == ((127,), 0)
-
-
-def test_figures_of_a_process_are_medians_over_its_steps():
-    timed = [dict.fromkeys(rl_step._PARTS, x) for x in (9.0, 6.0, 7.0)]
-    found = rl_step._with_medians({"steps": timed, "max_rss_bytes": 5})
-    assert found == {"max_rss_bytes": 5, **dict.fromkeys(rl_step._PARTS, 7.0)}
+    lengths = [len(tokenizer.encode(json.loads(row)["prompt"], add_bos=True)) for row in rows]
+    assert lengths == [7] * 6
 
 
 @pytest.mark.slow

@@ -44,10 +44,9 @@ def test_figures_of_a_small_load(capsys):
 
 @pytest.mark.parametrize(("loss", "is_equal"), [(3.001, True), (3.1, False)])
 def test_a_side_that_computes_something_else_is_an_error(loss, is_equal, capsys, monkeypatch):
-    def run_side(side, job, folder, command):
+    def run_side(side, job, folder, command, repeat):
         figures = {"step_s": 1.0, "flops_per_s": 2.0, "matmul_flops_per_s": 4.0}
-        about = {"platform": "cpu", "device": "cpu"}
-        return {"loss": 3.0 if side == "tba_jax" else loss, **figures, **about}
+        return {"loss": 3.0 if side == "tba_jax" else loss, **figures}
 
     monkeypatch.setattr(train_step.harness, "run_side", run_side)
     assert train_step.main(["--repeats=1"]) == int(not is_equal)
