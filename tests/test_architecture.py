@@ -213,6 +213,7 @@ LIMITS = {
     "search": 1102,
     "evaluation": 735,
     "weights": 472,
+    "bench": 1890,
 }
 
 

@@ -26,7 +26,6 @@ from typing import Any
 
 # names under which its packages are imported
 PACKAGES = ("torch", "transformers", "trl", "datasets")
-
 _TEMPLATE = (
     "{% for m in messages %}{{ bos_token if m.role == 'user' }}{{ m.content }}"
     "{% for call in m.tool_calls or [] %}{{ call.function | tojson }}{% endfor %}{% endfor %}"
