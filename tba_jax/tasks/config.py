@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of the task: data, prompts and reward functions."""
 
+import functools
 import os
 from dataclasses import dataclass
 
@@ -73,26 +74,50 @@ class TaskSettings(Section):
     )
 
     def check(self) -> None:
-        check_all(
-            self._check_name,
-            self._check_data,
-            self._check_start,
-            self._check_columns,
-            self._check_functions,
-        )
-
-    def _check_name(self) -> None:
         is_known = self.name in TASKS or bool(self.name.partition(REASONING_GYM_PREFIX)[2])
-        remedy = f"Set --config.task.name={next(iter(TASKS))} for the default behaviour."
-        need(is_known, "task.name", self.name, f"must be one of {NAMES}", remedy)
         chats = [name for name, task in TASKS.items() if task.has_chat]
-        need(
-            not self.chat or task_class(self.name).has_chat,
-            "task.chat",
-            self.chat,
-            f"task {self.name} has no chat prompts: its model reads plain problems",
-            f"Leave it False, or choose one of {', '.join(chats)}, {REASONING_GYM_PREFIX}DATASET.",
+        start = self.start_path
+        is_start = not start or (os.path.isfile(start) and start.endswith(FILE_SUFFIXES))
+        pairs = [pair.split("=") for pair in self.columns.split(",")] if self.columns else []
+        is_pairs = all(len(pair) == 2 and all(map(str.strip, pair)) for pair in pairs)
+        names = (
+            (
+                is_known,
+                "name",
+                f"must be one of {NAMES}",
+                f"Set --config.task.name={next(iter(TASKS))} for the default behaviour.",
+            ),
+            (
+                not self.chat or not is_known or task_class(self.name).has_chat,
+                "chat",
+                f"task {self.name} has no chat prompts: its model reads plain problems",
+                f"Leave it False, or choose one of {', '.join(chats)}, reasoning_gym:DATASET.",
+            ),
+            (
+                is_start,
+                "start_path",
+                "no such .jsonl or .parquet file",
+                'Give a file with one object {"response": text} per line; tasks of several prompts '
+                'also need "prompt_id".',
+            ),
+            (
+                is_pairs,
+                "columns",
+                "must read NEW=OLD, several separated by commas",
+                'For example --config.task.columns="prompt=question".',
+            ),
+            (
+                not pairs or self.name == "custom",
+                "columns",
+                f"only task custom renames columns; task.name={self.name}",
+                "Leave it empty, or set --config.task.name=custom.",
+            ),
         )
+        checks = [
+            functools.partial(need, is_right, f"task.{name}", getattr(self, name), rule, remedy)
+            for is_right, name, rule, remedy in names
+        ]
+        check_all(*checks, self._check_data, self._check_functions)
 
     def _check_data(self) -> None:
         paths = [self.data_path]
@@ -114,34 +139,6 @@ class TaskSettings(Section):
                 ".jsonl or .parquet file, or hf://NAME of a data set on the hub."
             )
             need(not why, "task.data_path", path, why, remedy)
-
-    def _check_start(self) -> None:
-        start = self.start_path
-        need(
-            not start or (os.path.isfile(start) and start.endswith(FILE_SUFFIXES)),
-            "task.start_path",
-            start,
-            "no such .jsonl or .parquet file",
-            'Give a file with one object {"response": text} per line; tasks of several prompts '
-            'also need "prompt_id".',
-        )
-
-    def _check_columns(self) -> None:
-        pairs = [pair.split("=") for pair in self.columns.split(",")] if self.columns else []
-        need(
-            all(len(pair) == 2 and all(map(str.strip, pair)) for pair in pairs),
-            "task.columns",
-            self.columns,
-            "must read NEW=OLD, several separated by commas",
-            'For example --config.task.columns="prompt=question".',
-        )
-        need(
-            not pairs or self.name == "custom",
-            "task.columns",
-            self.columns,
-            f"only task custom renames columns; task.name={self.name}",
-            "Leave it empty, or set --config.task.name=custom.",
-        )
 
     def _check_functions(self) -> None:
         rule = "must read package.module:NAME or path/to/file.py:NAME, several separated by commas"

@@ -149,20 +149,18 @@ def _problem(row: dict[str, Any], where: str) -> Problem:
                 "text, finite numbers, true, false, null, and lists or objects of them. Convert it "
                 "or remove the column"
             )
-    if isinstance(prompt, list):
-        for message in prompt or [None]:
-            texts = isinstance(message, dict) and [message.get("role"), message.get("content")]
-            if not (texts and all(isinstance(text, str) for text in texts)):
-                raise ValueError(
-                    f"{where}: chat message {message!r:.80}; wanted an object with 'role' and "
-                    "'content', both text. Convert it"
-                )
-    elif not isinstance(prompt, str) or not prompt:
+    is_text, is_list = isinstance(prompt, str) and prompt, isinstance(prompt, list) and prompt
+    if not (is_text or (is_list and all(map(_is_message, prompt)))):
         raise ValueError(
-            f"{where}: 'prompt' is {prompt!r:.80}; wanted text or a list of chat messages. Convert "
-            "it"
+            f"{where}: 'prompt' is {prompt!r:.80}; wanted text, or a list of chat messages, "
+            "objects with the texts 'role' and 'content'. Convert it"
         )
     return prompt, columns
+
+
+def _is_message(value: Any) -> bool:
+    names = ("role", "content")
+    return isinstance(value, dict) and all(isinstance(value.get(name), str) for name in names)
 
 
 def _is_plain(value: Any) -> bool:

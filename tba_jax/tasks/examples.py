@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of supervised fine-tuning: texts `prompt` and `completion` (or `response`) as tokens."""
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -34,22 +33,20 @@ def read_examples(source: str, split: Split, tokenizer: Tokenizer) -> list[Examp
     """
     if not tokenizer.eos_ids:
         raise ValueError("this model has no end-of-sequence token, so no response can end")
-    return [_example(row, where, tokenizer) for where, row in read_rows(source, split)]
-
-
-def _example(row: Mapping[str, Any], where: str, tokenizer: Tokenizer) -> Example:
-    prompt = row.get("prompt", "")
-    response = row.get("completion", row.get("response"))
-    if not isinstance(prompt, str) or not isinstance(response, str):
-        raise ValueError(
-            f"{where}: got the columns {', '.join(map(str, row)) or '(none)'}; wanted texts under "
-            "'prompt' and 'completion' (or 'response'). Rename the columns of the file"
-        )
-    tokens = tokenizer.encode(prompt, add_bos=True)
-    if not len(tokens):
-        raise ValueError(
-            f"{where}: the prompt is empty, and this model has no beginning-of-sequence token to "
-            "replace it. Give a 'prompt'"
-        )
-    answer = np.append(tokenizer.encode(response, add_bos=False), tokenizer.eos_ids[0])
-    return Example(tokens, answer.astype(np.int32))
+    found = []
+    for where, row in read_rows(source, split):
+        prompt, response = row.get("prompt", ""), row.get("completion", row.get("response"))
+        if not isinstance(prompt, str) or not isinstance(response, str):
+            raise ValueError(
+                f"{where}: got the columns {', '.join(map(str, row)) or '(none)'}; wanted texts "
+                "under 'prompt' and 'completion' (or 'response'). Rename the columns of the file"
+            )
+        tokens = tokenizer.encode(prompt, add_bos=True)
+        if not len(tokens):
+            raise ValueError(
+                f"{where}: the prompt is empty, and this model has no beginning-of-sequence token "
+                "to replace it. Give a 'prompt'"
+            )
+        answer = np.append(tokenizer.encode(response, add_bos=False), tokenizer.eos_ids[0])
+        found.append(Example(tokens, answer.astype(np.int32)))
+    return found

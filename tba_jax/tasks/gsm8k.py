@@ -26,7 +26,7 @@ class GSM8K(RowTask):
         "#### NUMBER."
     )
     columns = ("question", "answer")
-    hub = {"train": "hf://openai/gsm8k:main", "test": "hf://openai/gsm8k:main"}
+    hub = {"train": "hf://openai/gsm8k:main", "eval": "hf://openai/gsm8k:main"}
 
     def response_kind(self, text: str) -> str:
         marked = gsm8k_gold(text)

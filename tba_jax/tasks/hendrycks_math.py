@@ -4,11 +4,11 @@
 Invariant: MATH-500 problems are never trained on.
 """
 
-import functools
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 from tba_jax.rewards.messages import last_boxed
-from tba_jax.tasks.rows import Row, Rows, RowTask
+from tba_jax.tasks.rows import Row, RowTask
+from tba_jax.tasks.task import Split
 
 
 class HendrycksMath(RowTask):
@@ -28,16 +28,15 @@ class HendrycksMath(RowTask):
     text = f"Problem:\n{message}\n\nSolution:"
     columns = ("problem", "solution")
     # The 12,000 problems outside MATH-500, and MATH-500 itself.
-    hub = {"train": "hf://nlile/hendrycks-MATH-benchmark", "test": "hf://HuggingFaceH4/MATH-500"}
+    hub = {"train": "hf://nlile/hendrycks-MATH-benchmark", "eval": "hf://HuggingFaceH4/MATH-500"}
 
-    @functools.cached_property
-    def train_rows(self) -> Sequence[Row]:
-        rows = self._rows(self._data_path or self.hub["train"], "train")
-        if self._data_path:
+    def read(self, split: Split) -> Iterator[Row]:
+        rows = super().read(split)
+        if self._data_path or split == "eval":
             return rows
         # Two publishers made the two data sets: remove problems that are in both.
-        held_out = {row["problem"] for row in self.eval_rows}
-        return Rows(row for row in rows if row["problem"] not in held_out)
+        held_out = {row["problem"] for row in self.rows("eval")}
+        return (row for row in rows if row["problem"] not in held_out)
 
     def response_kind(self, text: str) -> str:
         return "unboxed" if last_boxed(text) is None else "boxed"

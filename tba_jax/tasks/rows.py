@@ -6,7 +6,6 @@ one .jsonl or .parquet file, or "hf://NAME[:CONFIGURATION]". Invariant: readers 
 its place (file and line), for error messages.
 """
 
-import functools
 import glob
 import json
 import os
@@ -188,7 +187,7 @@ class RowTask(task.Task):
         text: prompt of a row, with the names of columns in braces.
         message: the user message that replaces the prompt in a chat.
         columns: columns of a row that are read; the last is the reward's column `answer`.
-        hub: sources of `train` and `test`.
+        hub: sources of the splits.
         hub_eval_split: name of the held-out split on the hub.
 
     Raises:
@@ -199,7 +198,7 @@ class RowTask(task.Task):
     text: str
     message: str
     columns: tuple[str, ...]
-    hub: Mapping[str, str]
+    hub: Mapping[task.Split, str]
     hub_eval_split: Split = "test"
 
     def __init__(self, data_path: str, chat: bool) -> None:
@@ -208,38 +207,33 @@ class RowTask(task.Task):
                 f"task.data_path={data_path!r} is a single file, but this task has two splits. "
                 "Give the folder with train.jsonl and test.jsonl"
             )
-        self._data_path = data_path
-        self._chat = chat
+        self._data_path, self._chat = data_path, chat
+        self._rows: dict[task.Split, Rows] = {}
 
-    @functools.cached_property
-    def train_rows(self) -> Sequence[Row]:
-        """Rows of the training split."""
-        return self._rows(self._data_path or self.hub["train"], "train")
+    def rows(self, split: task.Split) -> Rows:
+        """Return the rows of a split."""
+        if split not in self._rows:
+            self._rows[split] = Rows(self.read(split))
+        return self._rows[split]
 
-    @functools.cached_property
-    def eval_rows(self) -> Sequence[Row]:
-        """Rows of the held-out split."""
-        if self._data_path:
-            return self._rows(self._data_path, "test")
-        return self._rows(self.hub["test"], self.hub_eval_split)
-
-    def _rows(self, source: str, split: Split) -> Sequence[Row]:
-        return Rows(self._checked(row, where) for where, row in read_rows(source, split))
-
-    def _checked(self, row: Mapping[str, Any], where: str) -> Row:
-        for column in self.columns:
-            if not isinstance(row.get(column), str):
-                got = f"{column} = {row[column]!r:.80}" if column in row else f"keys {sorted(row)}"
-                raise ValueError(
-                    f"{where}: {got}; wanted text in column {column!r}. Correct the row"
-                )
-        return {column: row[column] for column in self.columns}
+    def read(self, split: task.Split) -> Iterator[Row]:
+        """Yield the rows of a split; raise ValueError for a row without one of the columns."""
+        held_out = "test" if self._data_path else self.hub_eval_split
+        source = self._data_path or self.hub[split]
+        for where, row in read_rows(source, "train" if split == "train" else held_out):
+            for column in self.columns:
+                if not isinstance(row.get(column), str):
+                    got = f"{column} = {row.get(column)!r:.80}, of {', '.join(map(str, row))}"
+                    raise ValueError(
+                        f"{where}: {got}; wanted text in column {column!r}. Correct the row"
+                    )
+            yield {column: row[column] for column in self.columns}
 
     def size(self, split: task.Split) -> int:
-        return len(self.train_rows if split == "train" else self.eval_rows)
+        return len(self.rows(split))
 
     def problem(self, split: task.Split, index: int) -> Problem:
-        row = (self.train_rows if split == "train" else self.eval_rows)[index]
+        row = self.rows(split)[index]
         columns = {"answer": row[self.columns[-1]]}
         if self._chat:
             return asked_by_user(self.message.format(**row), columns)

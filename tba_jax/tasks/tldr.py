@@ -27,7 +27,7 @@ class TLDR(RowTask):
         "Write the TL;DR of this Reddit post, as its author would: one short paragraph.\n\n{prompt}"
     )
     columns = ("prompt", "completion")
-    hub = {"train": "hf://trl-lib/tldr", "test": "hf://trl-lib/tldr"}
+    hub = {"train": "hf://trl-lib/tldr", "eval": "hf://trl-lib/tldr"}
     hub_eval_split = "validation"
 
     def problem(self, split: Split, index: int) -> Problem:

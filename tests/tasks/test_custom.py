@@ -70,12 +70,12 @@ def test_texts_become_a_users_messages_and_chats_stay_as_they_are(tmp_path):
     [
         ({"title": "q", "gold": "1"}, "line 2: no column 'prompt'; got gold, title"),
         ({"prompt": "q"}, "line 2: no column 'gold', which .*line 1 has. Write null"),
-        ({"prompt": "", "gold": "1"}, "line 2: 'prompt' is ''; wanted text or a list"),
+        ({"prompt": "", "gold": "1"}, "line 2: 'prompt' is ''; wanted text, or a list"),
         (
             {"prompt": CHAT, "gold": "1"},
             "line 2: the prompt is of kind 'chat messages', in .*line 1 it is 'texts'",
         ),
-        ({"prompt": [{"role": "user"}], "gold": "1"}, "line 2: chat message {'role': 'us"),
+        ({"prompt": [{"role": "user"}], "gold": "1"}, r"line 2: 'prompt' is \[{'role': 'us"),
         ({"prompt": "q", "gold": float("nan")}, "line 2: column 'gold' holds nan, a float; wanted"),
         ({"prompt": "q", "gold": "1", "prompts": 1}, "line 2: column 'prompts' has the name of"),
     ],

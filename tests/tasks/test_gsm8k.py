@@ -97,5 +97,5 @@ def test_problems_of_math_500_are_never_trained_on(monkeypatch):
 def test_bad_row_is_named(tmp_path):
     good = '{"question": "q", "answer": "#### 1"}'
     write(tmp_path, "train", good, "", '{"question": "q", "answer": 1}')
-    with pytest.raises(ValueError, match="line 3: answer = 1; wanted text in column 'answer'"):
+    with pytest.raises(ValueError, match="line 3: answer = 1, of question, answer; wanted"):
         get_task("gsm8k", str(tmp_path)).size("train")
