@@ -303,7 +303,7 @@ class Setting:
     @property
     def kind(self) -> str:
         """Type of the values, in words for documentation and errors."""
-        kinds = {str: "text", int: "whole number", float: "number", bool: "True or False"}
+        kinds = {str: "text", int: "whole number", float: "number", bool: "truth value"}
         kinds[Schedule] = "number or schedule"
         return kinds.get(self.type, "list")
 
@@ -317,12 +317,10 @@ class Setting:
             return parse_schedule(self.name, value)
         wanted = str if self.choices else typing.get_origin(self.type) or self.type
         try:
-            found = _as_list(self.type, value) if wanted is tuple else _as(wanted, value)
+            return _as_list(self.type, value) if wanted is tuple else _as(wanted, value)
         except (ValueError, SyntaxError):
-            article = "" if wanted in (bool, str) else "a "
-            rule = self.rule if self.choices else f"must be {article}{self.kind}"
+            rule = self.rule if self.choices else f"must be a {self.kind}"
             raise violation(self.name, value, rule, f"The default is {self.default}.") from None
-        return found
 
     def check(self, value: Any) -> None:
         """Refuse a value outside the choices or bounds."""
@@ -343,21 +341,15 @@ class Setting:
             or (self.above is not None and not value > self.above)
             or (self.at_most is not None and value > self.at_most)
         ):
-            if self.at_most is None:
-                default = "Raise it." if self.above is None else f"Give a value above {self.above}."
-            elif self.type is not int:
-                default = f"Give a share, not a percent; the default is {self.default}."
             return self.rule, default
         if self.type is int:
             limit = _LARGEST_BYTES if self.name.endswith("_bytes") else _LARGEST
             return None if abs(value) < limit else (f"must be below {limit:,}", default)
         if self.type in (float, Schedule):
             if not abs(value) < _LARGEST_FLOAT and not value == math.inf == self.default:
-                also = ", or inf" if self.default == math.inf else ""
-                return f"must be a finite number{also}", default
+                return "must be a finite number", default
             if 0 < abs(value) < _SMALLEST_FLOAT:
-                rule = f"must be 0 or at least {_SMALLEST_FLOAT:g} in size, as smaller numbers are"
-                return f"{rule} 0", default
+                return f"is 0 in float32: must be 0 or at least {_SMALLEST_FLOAT:g}", default
         return None
 
 

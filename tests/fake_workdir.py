@@ -122,7 +122,7 @@ def fake_workdir(
         "driver": "async",
         "eval": {
             "before": measured[0] if measured else None,
-            "after": measured[-1] if len(measured) > 1 else None,
+            "after": {**measured[-1], "step": made_steps} if len(measured) > 1 else None,
         },
         "steps": made_steps,
         "wall_s": clock + 3.0,

@@ -214,6 +214,10 @@ LIMITS = {
     "evaluation": 735,
     "weights": 472,
     "bench": 1890,
+    "report": 1827,
+    "commands": 1743,
+    "config": 1060,
+    "presets": 475,
 }
 
 

@@ -16,13 +16,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Write the page that compares work directories; return the exit code."""
     parser = make_parser("compare", __doc__)
     parser.add_argument("workdir", nargs="+", help="work directories of runs")
-    parser.add_argument(
-        "--group",
-        default="",
-        metavar="FIELD,...",
-        help="show runs with equal values of these config fields as one curve with a band; default:"
-        " runs that differ only in their seed",
-    )
+    about = "config fields: runs with equal values are one curve with a band; default: all but seed"
+    parser.add_argument("--group", default="", metavar="FIELD,...", help=about)
     parser.add_argument(
         "--out", type=Path, help="file of the page; default: compare.html beside the runs"
     )

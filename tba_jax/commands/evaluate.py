@@ -153,11 +153,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     skipped, failed, metric = result["num_skipped"], result["num_failed"], result["metric"]
     as_ = "counted as 0" if metric == "pass_at_1" else "left out of the mean"
-    print(
-        f"{what}: {metric_label(metric)} {format_metric(metric, result[metric])} on "
-        f"{result['n']} held-out prompts"
-        + (f" ({skipped} skipped as too long)" if skipped else "")
-        + (f" ({failed} responses have no reward, {as_})" if failed else "")
-        + f", {result['response_length_mean']:.1f} tokens per response"
-    )
+    text = f"{what}: {metric_label(metric)} {format_metric(metric, result[metric])} on "
+    text += f"{result['n']} held-out prompts"
+    text += f" ({skipped} skipped as too long)" if skipped else ""
+    text += f" ({failed} responses have no reward, {as_})" if failed else ""
+    print(f"{text}, {result['response_length_mean']:.1f} tokens per response")
     return 0

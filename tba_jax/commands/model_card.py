@@ -66,9 +66,8 @@ def model_card(run: Run, step: int, name: str) -> str:
     )
     default = defaults(config["objective.name"])
     evaluation = report.get("eval", {})
-    ends = [x for x in (evaluation.get("before"), evaluation.get("after")) if x]
-    if len(ends) < 2:
-        ends = []
+    ends = [evaluation.get("before"), evaluation.get("after")]
+    ends = ends if all(ends) else []
     named = [ends[0]["metric"], "reward_mean", "response_length_mean"] if ends else []
     template = Path(__file__).with_suffix(".md").read_text(encoding="utf-8")
     return jinja2.Template(template, trim_blocks=True, keep_trailing_newline=True).render(

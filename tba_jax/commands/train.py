@@ -7,7 +7,6 @@ The command resumes a run that the work directory has already. With --coordinato
 command runs on every host, under jax.distributed.
 """
 
-import argparse
 import contextlib
 import json
 import os
@@ -35,7 +34,8 @@ from tba_jax.storage.whole_files import is_address
 _PROCESS_START = time.perf_counter()
 
 
-def _parser() -> argparse.ArgumentParser:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; return the exit code."""
     parser = make_parser("main", __doc__)
     parser.epilog = "--dry_run prints every field of the config; docs/config.md explains them."
     add = parser.add_argument
@@ -53,12 +53,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="print the config and its first problem on this machine; train nothing",
     )
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; return the exit code."""
-    args, overrides = _parser().parse_known_args(argv)
+    args, overrides = parser.parse_known_args(argv)
     if args.config is None:
         raise UserError("no --config given; try --config=math")
     config = override(None, [f"--config={args.config}", *overrides])

@@ -18,13 +18,7 @@ _SHORT_ROW = 128  # tokens of a prompt and a response below which rows are not w
 
 
 class Times(NamedTuple):
-    """Seconds since the run began, and seconds of waiting.
-
-    Attributes:
-        elapsed: seconds since the run began.
-        trainer: seconds in which the trainer waited.
-        searchers: seconds in which a searcher waited, mean over the searchers.
-    """
+    """Seconds since the run began, and of waiting of the trainer and (mean) of a searcher."""
 
     elapsed: float
     trainer: float

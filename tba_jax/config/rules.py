@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Validation of a config: ranges of settings, and rules within and between sections."""
 
-from collections.abc import Callable
 from functools import partial
 
 from tba_jax.config.schema import SETTINGS, Config, get_field
@@ -19,7 +18,9 @@ def validate(config: Config) -> None:
     """
     check_all(*(partial(x.check, get_field(config, name)) for name, x in SETTINGS.items()))
     sections = (section.check for section in config.sections().values())
-    check_all(*sections, *(partial(rule, config) for rule in _RULES))
+    rules = (_groups, _buffer, _rows, _driver, _fleet, _start_data, _reward, _objective)
+    episodes_and_engines = (_environment, _engine)
+    check_all(*sections, *(partial(rule, config) for rule in (*rules, *episodes_and_engines)))
 
 
 def _need(config: Config, ok: bool, field: str, rule: str, remedy: str) -> None:
@@ -271,17 +272,3 @@ def _need_default(config: Config, field: str, rule: str) -> None:
     default = SETTINGS[field].default
     is_default = get_field(config, field) == default
     _need(config, is_default, field, rule, f"Set --config.{field}={default!r}.")
-
-
-_RULES: tuple[Callable[[Config], None], ...] = (
-    _groups,
-    _buffer,
-    _rows,
-    _driver,
-    _fleet,
-    _start_data,
-    _reward,
-    _objective,
-    _environment,
-    _engine,
-)

@@ -129,7 +129,6 @@ SETTINGS = {setting.name: setting for setting in declared(Config)}
 # Names of the settings in other libraries.
 _USUAL = {
     "optimizer.lr": "optimizer.learning_rate",
-    "learning_rate": "optimizer.learning_rate",
     "lr": "optimizer.learning_rate",
     "batch_size": "batch.num_prompts",
     "search.max_tokens": "search.max_new_tokens",

@@ -195,17 +195,15 @@ class Plan(NamedTuple):
 
     def advice(self) -> list[str]:
         """Return lines of advice, the most urgent first; [] for a plan that fits."""
-        lines = [
-            f"{p.name} does not compile: {p.failure}"
-            for p in self.programs
-            if p.failure and not p.is_too_large
-        ]
-        lines += [
-            f"{p.name} needs more memory than a device has ({p.needed_bytes / GIB:.1f} GiB with "
-            f"its arguments): {_remedies(self.facts, p.group)}"
-            for p in self.programs
-            if p.is_too_large
-        ]
+        lines = []
+        for p in sorted(self.programs, key=lambda p: p.is_too_large):
+            if p.is_too_large:
+                lines.append(
+                    f"{p.name} needs more memory than a device has ({p.needed_bytes / GIB:.1f} GiB "
+                    f"with its arguments): {_remedies(self.facts, p.group)}"
+                )
+            elif p.failure:
+                lines.append(f"{p.name} does not compile: {p.failure}")
         for o in self.occupancies():
             if o.over_bytes:
                 group = "trainer" if "trainer" in (o.group, o.largest) else "searcher"
@@ -269,26 +267,17 @@ class Plan(NamedTuple):
         """Return one line per program: memory in GiB by the compiler, time by arithmetic."""
         header = ["program", "group", *_COLUMNS, "GiB", "TFLOP", "GB", "roofline", "bound",
                   "compile s"]  # fmt: skip
-        rows, failures = [header], []
+        rows = [header]
         for p in self.programs:
-            if p.failure:
-                rows.append([p.name, p.group, *["-"] * (len(header) - 2)])
-                failures.append(f"{p.name}: {p.failure}")
-                continue
             sizes = [sum(p.hbm.get(k, 0.0) for k in kinds) for kinds in _COLUMNS.values()]
             least_s, bound = p.roofline(self.facts.chip)
             work = [f"{p.flops / 1e12:.3g}", f"{p.num_bytes / 1e9:.3g}", _seconds(least_s), bound]
-            memory = [*map(_gib, sizes), _gib(sum(sizes))]
-            rows.append([p.name, p.group, *memory, *work, f"{p.compile_s:.0f}"])
-        widths = [max(len(row[i]) for row in rows) for i in range(len(header))]
-        lines = [
-            "  ".join(
-                cell.ljust(width) if i < 2 else cell.rjust(width)
-                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in rows
-        ]
+            cells = [*map(_gib, sizes), _gib(sum(sizes)), *work, f"{p.compile_s:.0f}"]
+            rows.append([p.name, p.group, *(["-"] * len(cells) if p.failure else cells)])
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(x.rjust(n) for x, n in zip(row, widths, strict=True)) for row in rows]
         note = "GiB: memory of a device, by the compiler. Roofline: least time, by arithmetic."
+        failures = [f"{p.name}: {p.failure}" for p in self.programs if p.failure]
         return "\n".join([*lines, note, *failures])
 
     def _memory_table(self) -> str:
@@ -328,32 +317,22 @@ def flags(fields: Mapping[str, Any]) -> str:
     return " ".join(f"--config.{name}={value}" for name, value in fields.items())
 
 
-def _remedies(facts: Facts, name: str) -> str:
-    """Return the settings that free memory of a group, with what each frees on a device."""
-    config, held = facts.config, (facts.trainer if name == "trainer" else facts.searcher).residents
-    frees: dict[str, float] = {}
-    if name == "trainer":
-        moments = held.get("optimiser state", 0.0)
-        if config.optimizer.name == "adamw":
-            frees["--config.optimizer.name=adafactor"] = moments
-        if config.model.param_dtype == "float32":
-            kinds = ("parameters", "reference parameters", "frozen parameters")
-            stored = sum(held.get(kind, 0.0) for kind in kinds) + moments
-            frees["--config.model.param_dtype=bfloat16"] = stored / 2
+def _remedies(facts: Facts, group: str) -> str:
+    """Return the settings that free memory of a group."""
+    config, named = facts.config, []
+    if group == "trainer":
         if not config.lora.rank:
-            frees["--config.lora.rank=16"] = moments
-    elif config.search.quantization == "none":
-        weights = held.get("weights in use", 0.0) + held.get("next weights", 0.0)
-        frees["--config.search.quantization=int8"] = 0.45 * weights
-    named = [
-        f"{flag} ({size / GIB:.1f} GiB)"
-        for flag, size in sorted(frees.items(), key=lambda item: -item[1])
-        if size
-    ]
-    more = "a larger slice, or chips with more memory"
-    if name == "searcher":
-        more = f"a larger --config.search.num_devices, {more}"
-    return f"set a smaller --config.search.max_new_tokens, {', '.join([*named, more])}"
+            named.append("--config.lora.rank=16")
+        if config.model.param_dtype == "float32":
+            named.append("--config.model.param_dtype=bfloat16")
+        if config.optimizer.name == "adamw":
+            named.append("--config.optimizer.name=adafactor")
+    else:
+        if config.search.quantization == "none":
+            named.append("--config.search.quantization=int8")
+        named.append("a larger --config.search.num_devices")
+    named.append("a larger slice, or chips with more memory")
+    return f"set a smaller --config.search.max_new_tokens, {', '.join(named)}"
 
 
 def _gib(size: float) -> str:

@@ -4,15 +4,9 @@
     python -m tba_jax.main --config=custom --config.model.path=MODEL \\
         --config.task.data_path=train.jsonl --config.task.reward=my_rewards.py:score
 
-MODEL is a folder or a name on the Hugging Face hub. Every row of the data has a `prompt` (a text or
-chat messages) or `messages`; `--config.task.columns="prompt=question"` names another column. The
-reward function has the signature of TRL: it receives prompts, completions and all other columns.
-The run derives lengths from the data and the model's context. Without a test split it holds out a
-part of the rows.
-
-default
-    Stabilised Trajectory Balance (importance=token_clip): 200 steps of 16 prompts x 8 responses.
-    The learning rate follows from the number of trained parameters.
+MODEL is a folder or a name on the Hugging Face hub; docs/custom_task.md describes data and rewards.
+The run derives lengths from the data and the model's context, and the learning rate from the number
+of trained parameters. Without a test split it holds out a part of the rows.
 """
 
 PRESETS = {

@@ -31,7 +31,6 @@ _AXES = {
     "tokens": ("by trained tokens", "trained tokens"),
     "time": ("by time", "time since start (min:s)"),
 }
-_DASHES = {"-": "", "--": "6 3", ":": "2 3", "-.": "6 3 2 3"}  # of matplotlib -> of SVG
 _METRICS = {
     "reward of sampled responses": "search/reward_mean",
     "response length (tokens)": "search/response_length_mean",
@@ -58,8 +57,7 @@ def render_comparison(grouped: Sequence[RunGroup]) -> str:
         axes={axis: button for axis, (button, _) in _AXES.items()},
         curves=_curves(grouped),
         has_seeds=any(len(group.runs) > 1 for group in grouped),
-        legend=[(group.name, *_look(j)) for j, group in enumerate(grouped)],
-        dashes=_DASHES,
+        legend=[(group.name, _color(j)) for j, group in enumerate(grouped)],
         group_names=[group.name for group in grouped],
         differences=_differences(grouped),
         without_config=[x for x, r in zip(names, runs, strict=True) if not r.config],
@@ -67,10 +65,8 @@ def render_comparison(grouped: Sequence[RunGroup]) -> str:
     )
 
 
-def _look(group: int) -> tuple[str, str]:
-    """Return colour and dashes of a group; dashes are used when all colours are taken."""
-    color, dashes = figures.SERIES, [*_DASHES]
-    return color[group % len(color)], dashes[group // len(color) % len(dashes)]
+def _color(group: int) -> str:
+    return figures.SERIES[group % len(figures.SERIES)]
 
 
 def _curves(grouped: Sequence[RunGroup]) -> list[tuple[str, dict[str, str]]]:
@@ -100,8 +96,7 @@ def draw_curves(grouped: Sequence[RunGroup], metric: str, axis: str) -> "Figure"
     figure, (axes,) = figures.new_axes((5.0, 2.6))
     is_evaluation = metric.startswith("eval/")
     for j, group in enumerate(grouped):
-        color, dashes = _look(j)
-        style: dict[str, Any] = {"color": color, "linestyle": dashes}
+        color = _color(j)
         curves = [groups.curve(run, metric, axis) for run in group.runs]
         if not is_evaluation:
             curves = [(x, figures.smooth(y)) for x, y in curves]
@@ -111,9 +106,9 @@ def draw_curves(grouped: Sequence[RunGroup], metric: str, axis: str) -> "Figure"
             single = {"linewidth": 0.8, "alpha": 0.35}
             x, mean, low, high = band
             axes.fill_between(x, low, high, color=color, alpha=0.16, linewidth=0)
-            axes.plot(x, mean, linewidth=2.2, **style)
+            axes.plot(x, mean, linewidth=2.2, color=color)
         for x, y in curves:
-            axes.plot(x, y, **style, **single)
+            axes.plot(x, y, color=color, **single)
     if is_evaluation and is_share(metric.removeprefix("eval/")):
         figures.percent_axis(axes)
     if axis == "time":
@@ -164,14 +159,9 @@ def _final(grouped: Sequence[RunGroup]) -> list[dict[str, Any]]:
             of.setdefault(group.name, []).append(run)
     rows = []
     for metric, named in members.items():
-        last = {name: _last_evaluation(runs, metric) for name, runs in named.items()}
-        low = min((x[1] for x in last.values() if x), default=0)
-        high = max((x[2] for x in last.values() if x), default=0)
         for name, runs in named.items():
-            found = last[name]
-            bar = [100 * (x - low) / (high - low) for x in found] if found and high > low else None
-            row = {"name": name, "bar": bar, "last": _with_interval(found, metric)}
-            rows.append({**row, **_figures(runs, metric)})
+            last = _with_interval(_last_evaluation(runs, metric), metric)
+            rows.append({"name": name, "last": last, **_figures(runs, metric)})
     return rows
 
 

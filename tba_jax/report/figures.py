@@ -19,7 +19,6 @@ from tba_jax.report.words import (
     held_out,
     is_share,
     metric_label,
-    percent,
     spaced_metric,
 )
 
@@ -111,9 +110,8 @@ def percent_axis(axes: "Axes") -> None:
 
 
 def time_axis(axes: "Axes") -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+    from matplotlib.ticker import FuncFormatter
 
-    axes.xaxis.set_major_locator(MaxNLocator(6, steps=[1, 1.5, 2, 3, 6, 10]))
     axes.xaxis.set_major_formatter(FuncFormatter(lambda seconds, _: format_duration(seconds)))
 
 
@@ -192,7 +190,10 @@ def reward(run: Run) -> "Figure | None":
 
 def habits(run: Run) -> "Figure | None":
     """Draw the share of the response kind, if the run names one, and the response length."""
-    kinds = [(f"share of {x} answers", ["search/kind_share"]) for x in _kinds(run)]
+    kinds = [
+        (f"share of {x} answers", ["search/kind_share"])
+        for x in (run.report.get("kinds") or [])[:1]
+    ]
     return panels(run, [*kinds, ("response length (tokens)", ["search/response_length_mean"])])
 
 
@@ -268,30 +269,12 @@ class ReportFigure(NamedTuple):
     draw: "Callable[[Run], Figure | None]"
 
 
-def _kinds(run: Run) -> list[str]:
-    """Return the name of the response kind whose share was measured: [] or [name]."""
-    return (run.report.get("kinds") or [])[:1]
-
-
 def _headline_text(run: Run) -> str:
     n = run.evals[-1].get("n") if len(run.evals) > 1 else None
     problems = held_out(n) if n else "held-out problems"
     bars = " Bars: 90 % interval." if n and is_share(run.metric) else ""
     name = metric_label(run.metric)
     return f"{name[0].upper()}{name[1:]} on {problems}, {run.decoding}.{bars}"
-
-
-def _habits_text(run: Run) -> str:
-    ends = [run.evals[0], run.evals[-1]] if len(run.evals) > 1 else []
-    measured = ("kind_share", "response_length_mean")
-    if not ends or not _kinds(run) or not all(name in e for e in ends for name in measured):
-        return "What the searchers sample, step by step."
-    shares = [percent(e["kind_share"], 0) for e in ends]
-    lengths = [f"{e['response_length_mean']:.0f}" for e in ends]
-    return (
-        f"Held out, {_kinds(run)[0]} answers went from {shares[0]} to {shares[1]}, the mean length "
-        f"from {lengths[0]} to {lengths[1]} tokens."
-    )
 
 
 FIGURES = (
@@ -305,7 +288,9 @@ FIGURES = (
         accuracy,
     ),
     ReportFigure("reward", "learned", "Reward", "Mean reward of sampled responses.", reward),
-    ReportFigure("habits", "learned", "How it answers", _habits_text, habits),
+    ReportFigure(
+        "habits", "learned", "How it answers", "What the searchers sample, by step.", habits
+    ),
     ReportFigure(
         "staleness",
         "learned",

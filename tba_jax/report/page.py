@@ -16,7 +16,6 @@ from tba_jax.report.words import (
     held_out,
     is_share,
     metric_label,
-    percent,
     plain,
     spaced_metric,
 )
@@ -113,11 +112,6 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
         mean = np.average(ages, weights=uses)
         detail = f"95 % within {p95}, maximum {ages.max()}"
         tiles.append(("mean staleness", f"{mean:.1f} steps", detail))
-    sync = run.report.get("sync") or {}
-    if sync.get("count") and run.seconds:
-        share = percent(sync["count"] * sync["mean_s"] / run.seconds)
-        detail = f"{sync['count']} publications, {1000 * sync['mean_s']:.0f} ms each"
-        tiles.append(("of the time spent on publishing weights", share, detail))
     return tiles
 
 

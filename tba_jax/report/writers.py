@@ -10,7 +10,7 @@ import importlib
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from tba_jax.report.jsonl import jsonable
 
@@ -18,25 +18,18 @@ TRACKER_PACKAGES = {"trackio": "trackio", "wandb": "wandb", "tensorboard": "tens
 """Kind of a tracker, which is also the name of the extra -> its Python package."""
 
 
-class MetricWriter(Protocol):
-    """Writer of the metrics of a run. A tracker also has `write_samples`."""
-
-    def write(self, step: int, values: Mapping[str, Any]) -> None:
-        """Record `values` (metric name -> number, string or list) of one optimiser step."""
-        ...
-
-    def close(self) -> None:
-        """Flush and close; a second call does nothing."""
-        ...
-
-
 class MultiWriter:
-    """Writer that forwards to several writers; `close` closes all of them even if one raises."""
+    """Writer of metrics that forwards to several writers.
+
+    Args:
+        writers: objects with `write` and `close`; a tracker also has `write_samples`.
+    """
 
     def __init__(self, writers: Sequence[Any]) -> None:
         self._writers = tuple(writers)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
+        """Record `values` (metric name -> number, string or list) of one optimiser step."""
         for writer in self._writers:
             writer.write(step, values)
 
@@ -52,6 +45,7 @@ class MultiWriter:
                 writer.write_samples(step, of, samples)
 
     def close(self) -> None:
+        """Close all writers, even if one raises."""
         with contextlib.ExitStack() as stack:
             for writer in self._writers:
                 stack.callback(writer.close)
@@ -162,9 +156,7 @@ class WandbWriter:
         self._run.finish()
 
 
-def make_tracker(
-    tracker: str, workdir: Path, config: Mapping[str, Any], run_id: str
-) -> MetricWriter:
+def make_tracker(tracker: str, workdir: Path, config: Mapping[str, Any], run_id: str) -> Any:
     """Return the writer for a value of log.tracker that is not empty.
 
     Args:

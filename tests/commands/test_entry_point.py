@@ -14,7 +14,6 @@ from tba_jax.commands import export, report
 from tba_jax.commands.entry_point import run_command
 from tba_jax.commands.overview import COMMANDS
 from tba_jax.run.errors import UserError
-from tba_jax.run.workdir import saved_config
 from tba_jax.storage.whole_files import write_json
 
 
@@ -37,24 +36,14 @@ def test_an_unexpected_error_is_one_line_and_a_file(capsys):
     text = path.read_text()
     path.unlink()
     assert "Traceback" in text and "in main" in text and "KeyError: 'event'" in text
-
-
-def test_what_a_user_can_mend_is_one_line_and_no_file(capsys):
     assert told(UserError("give another"), capsys) == (2, ["error: give another"])
 
 
-@pytest.mark.parametrize(
-    ("number", "message"),
-    [
-        (errno.ENOSPC, "No space left on device. Make room, then"),
-        (errno.EACCES, "Permission denied. Make it writable, then"),
-    ],
-)
-def test_what_storage_refuses_is_one_line_with_the_file_and_no_traceback(number, message, capsys):
-    error = OSError(number, os.strerror(number), "/runs/a/plots/loss.png")
-    code, (line,) = told(error, capsys)
-    assert code == 1 and "bug report" not in line
-    assert line.startswith(f"error: /runs/a/plots/loss.png cannot be used: {message}")
+def test_what_storage_refuses_is_one_line_with_the_file_and_no_traceback(capsys):
+    error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/runs/a/plots/loss.png")
+    message = "No space left on device. Make room, then run the same command again"
+    line = f"error: /runs/a/plots/loss.png cannot be used: {message}"
+    assert told(error, capsys) == (1, [line])
 
 
 @pytest.mark.parametrize("arguments", ["tba_jax", "tba_jax.report --help"])
@@ -73,24 +62,15 @@ def test_a_closed_output_ends_a_command_without_a_line(arguments):
     assert done.returncode == 128 + signal.SIGPIPE
 
 
-DAMAGED = (b"\xff\xfe", b'{"config": [1]}')
-
-
-@pytest.mark.parametrize("content", DAMAGED)
+@pytest.mark.parametrize("content", [b"\xff\xfe", b'{"config": [1]}'])
 def test_a_damaged_config_is_one_line_from_every_command(content, tmp_path, capsys):
     (tmp_path / "config.json").write_bytes(content)
     (tmp_path / "metrics.jsonl").write_text("")
-    with pytest.raises(
-        UserError, match=r"config.json is not readable as the config of a run of tba_jax \("
-    ):
-        saved_config(tmp_path)
     argv = [f"--workdir={tmp_path}", f"--out={tmp_path / 'out'}"]
-    assert run_command(lambda: export.main(argv)) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"{tmp_path}/config.json is not readable" in line
-    assert run_command(lambda: report.main([str(tmp_path)])) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert f"{tmp_path}/config.json is not readable" in line
+    for main in (lambda: export.main(argv), lambda: report.main([str(tmp_path)])):
+        assert run_command(main) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert f"{tmp_path}/config.json is not readable as the config of a run" in line
 
 
 def test_a_config_of_another_version_says_what_differs(tmp_path, capsys):

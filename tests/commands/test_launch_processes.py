@@ -9,8 +9,6 @@ import threading
 import time
 from pathlib import Path
 
-import pytest
-
 from tba_jax.commands.launch_processes import launch
 
 ROOT = Path(__file__).parents[2]
@@ -43,18 +41,11 @@ def test_output_carries_the_process_and_success_is_0(capfd):
     ]
 
 
-@pytest.mark.parametrize(
-    ("end", "code", "how"),
-    [
-        ("sys.exit(3)", 3, "exited with 3"),
-        ("os.kill(os.getpid(), 9)", 137, "was killed by SIGKILL"),
-    ],
-)
-def test_the_first_failure_is_named_and_the_others_do_not_outlive_it(end, code, how, capfd):
+def test_the_first_failure_is_named_and_the_others_do_not_outlive_it(capfd):
     started = time.monotonic()
-    got, _, err = run(f"if who == 1: {end}\ntime.sleep(60)", capfd, grace_s=0.5)
-    assert got == code
-    assert f"process 1 {how}, the first of 2 to fail" in err
+    body = "if who == 1: os.kill(os.getpid(), 9)\ntime.sleep(60)"
+    got, _, err = run(body, capfd, grace_s=0.5)
+    assert got == 137 and "process 1 was killed by SIGKILL, the first of 2 to fail" in err
     assert "Run the same command again" in err
     assert "process 0 did not end by itself: killed" in err
     assert time.monotonic() - started < 20
@@ -87,23 +78,3 @@ def test_an_interruption_reaches_every_process(capfd, tmp_path, monkeypatch):
         is_over.set()
         thread.join()
     assert code == 0 and "[0] saved" in out and "[1] saved" in out
-
-
-def test_processes_of_one_machine_listen_on_loopback(capfd, monkeypatch):
-    """Process 0 has JAX's coordinator."""
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (ROOT, ROOT / "tests"))))
-    body = """
-    from listening import beyond_loopback, listening
-    from tba_jax.devices.cluster import resolve_address, start
-    coordinator, number, process = (flag.split("=")[1] for flag in sys.argv[-3:])
-    address = resolve_address(coordinator, int(number), int(process), {})
-    cluster = start(address, num_cpu_devices=1, heartbeat_s=20, shutdown_s=20)
-    own = [os.getpid()]
-    print(coordinator in listening(own))
-    print("reachable", beyond_loopback(own))
-    cluster.close()
-    """
-    code, out, err = run(body, capfd)
-    assert code == 0, err
-    assert "[0] True" in out and "[1] False" in out, out
-    assert out.count("reachable {}") == 2, out

@@ -65,7 +65,6 @@ def test_a_card_of_a_model_of_the_hub():
 @pytest.mark.parametrize(
     "arguments",
     [
-        ("--config=math",),
         ("--config=redteam:gpt2", "--config.lora.modules=('q', 'v')", "--config.num_steps=7"),
         ("--config=tldr", "--config.replay.priority_temperature=inf", "--config.seed=3"),
     ],

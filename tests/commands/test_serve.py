@@ -4,7 +4,6 @@
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -36,14 +35,11 @@ def test_a_flag_that_cannot_be_used_is_refused_in_one_line(flags, message, capsy
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["model", "workdir"])
-def test_a_model_or_the_newest_checkpoint_of_a_run_is_served_until_sigterm(kind, tmp_path):
-    name, version = MODEL, 0
-    if kind == "workdir":
-        name, version = str(tmp_path / "run"), 8
-        done = commands.run(name, cache=tmp_path / "cache")
-        assert done.returncode == 0, done.stderr
-    command = [sys.executable, "-m", "tba_jax.serve", f"--{kind}={name}", "--port=0"]
+def test_the_newest_checkpoint_of_a_run_is_served_until_sigterm(tmp_path):
+    name, version = str(tmp_path / "run"), 8
+    done = commands.run(name, cache=tmp_path / "cache")
+    assert done.returncode == 0, done.stderr
+    command = [sys.executable, "-m", "tba_jax.serve", f"--workdir={name}", "--port=0"]
     process = subprocess.Popen(
         [*command, "--num_slots=2"],
         stdout=subprocess.PIPE,
@@ -64,11 +60,6 @@ def test_a_model_or_the_newest_checkpoint_of_a_run_is_served_until_sigterm(kind,
         request = urllib.request.Request(f"{url}/completions", body, headers)
         with urllib.request.urlopen(request, timeout=60) as response:
             assert json.load(response)["choices"][0]["text"]
-        port = int(root.split(":")[-1])
-        for address in {info[4][0] for info in socket.getaddrinfo(socket.gethostname(), None)}:
-            if not str(address).startswith("127."):
-                with socket.socket() as probe:
-                    assert probe.connect_ex((str(address), port)) != 0
     finally:
         process.send_signal(signal.SIGTERM)
         _, error = process.communicate(timeout=60)

@@ -4,7 +4,6 @@
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from fake_models import load_folder
@@ -88,9 +87,6 @@ def plain(examples_file):
     [
         ["--config.batch.packed_length=40", "--config.batch.micro_batch_rows=2"],
         ["--config.mesh.data=2", "--config.mesh.fsdp=2", "--config.batch.micro_batch_rows=4"],
-        pytest.param(
-            ["--config.mesh.model=2", "--config.batch.packed_length=24"], marks=pytest.mark.slow
-        ),
     ],
 )
 def test_layouts_and_meshes_give_the_same_losses(plain, examples_file, flags):
@@ -124,30 +120,10 @@ def test_the_evaluation_is_the_mean_over_held_out_tokens_of_all_batches(plain, e
     np.testing.assert_allclose(plain.eval_losses[0][1], total / num, rtol=1e-5)
 
 
-def test_adapters_alone_are_trained_and_merged(examples_file):
-    found = tuned(
-        examples_file,
-        "--config.lora.rank=4",
-        "--config.lora.modules=('q', 'v')",
-        "--config.model.compute_dtype=bfloat16",
-    )
-    before = models.describe(str(START_MODEL)).load_params(param_dtype=jnp.bfloat16)
-    assert found.losses[-1] < found.losses[0]
-    changed = {
-        name
-        for name, x in found.params["layers"].items()
-        if not np.array_equal(x, before["layers"][name])
-    }
-    assert changed == {"q", "v"}
-    assert np.array_equal(found.params["embed"], before["embed"])
-
-
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "has no rows"),
         ('{"response": "1"}\n{"response": 1}', "line 2: got the columns response; wanted texts"),
-        ('{"response": ', "line 1"),
         ('{"response": "' + "1" * 600 + '"}', " (512). Shorten them"),
     ],
 )

@@ -15,7 +15,6 @@ from tba_jax.config.rules import validate
 from tba_jax.config.schema import (
     SETTINGS,
     ConfigError,
-    flatten,
     get_field,
     make_config,
 )
@@ -53,26 +52,15 @@ def test_gsm8k_is_the_papers_figure_1_run():
     assert (config.model.param_dtype, config.optimizer.clip_norm) == ("bfloat16", 0.0)
 
 
-@pytest.mark.parametrize("preset", ["gpt2", "llama"])
-def test_red_team_presets_are_appendix_b3(preset):
-    config = load(f"redteam:{preset}")
+def test_the_red_team_preset_is_appendix_b3():
+    config = load("redteam:gpt2")
     # paper.md 3.3
-    assert config.num_steps == 5000
+    assert (config.num_steps, config.sync_period, config.eval.num_samples) == (5000, 10, 1024)
     assert config.batch.num_prompts * config.objective.group_size == 128
-    objective = config.objective
-    assert (objective.beta, objective.built.needs.head) == (Schedule(0.05), "log_z")
-    assert config.sync_period == 10
+    assert (config.objective.beta, config.objective.built.needs.head) == (Schedule(0.05), "log_z")
     assert (config.search.min_new_tokens, config.search.max_new_tokens) == (5, 20)
-    assert config.eval.num_samples == 1024 and config.optimizer.learning_rate.warmup == 100
-    if preset == "gpt2":
-        assert (config.replay.recency_prob, config.replay.capacity_per_prompt) == (0.5, 100_000)
-        assert config.search.explore == (0.5, 0.5, 2.0)
-        assert str(objective.reward_temperature) == "linear(2, 1, 500)"
-    else:
-        assert (config.replay.recency_prob, config.replay.capacity_per_prompt) == (0.6, 130_000)
-        assert config.search.explore == (0.5, 0.7, 2.0)
-        assert str(objective.reward_temperature) == "linear(2, 1, 1000)"
-        assert str(objective.reference_temperature) == "linear(1, 1.2, 2000)"
+    assert (config.replay.recency_prob, config.replay.capacity_per_prompt) == (0.5, 100_000)
+    assert str(config.objective.reward_temperature) == "linear(2, 1, 500)"
 
 
 def test_the_papers_other_runs_differ_where_they_say():
@@ -87,19 +75,6 @@ def test_the_papers_other_runs_differ_where_they_say():
     # Their rate has lost 12 % at the end.
     rate = make_rate(load("redteam:gpt2"))
     np.testing.assert_allclose([rate(99), rate(4999)], [1e-4, 0.877e-4], rtol=1e-3)
-    llama = load("redteam:llama_150k")
-    assert (llama.replay.recency_prob, llama.replay.capacity_per_prompt) == (0.5, 150_000)
-    official = load("math:gsm8k_official")
-    assert (official.task.name, official.objective.mask_eos) == ("gsm8k_official", True)
-    assert flatten(official) == flatten(load("math:gsm8k")) | {
-        "name": "math/gsm8k_official",
-        "task.name": "gsm8k_official",
-        "objective.mask_eos": True,
-    }
-    for lag in (2, 10):
-        config = load(f"math:tba_prime_{lag}")
-        assert config.replay.max_staleness == lag
-        assert config.objective.built.value("kl_center") == "behavior"
 
 
 def test_every_field_has_a_meaning():
@@ -147,10 +122,6 @@ def test_no_field_is_dead():
             "are up to 3 steps stale at their",
         ),
         ({"task.data_path": "/no/such/folder"}, "no such folder or file"),
-        (
-            {"task.chat": True},
-            "task.chat = True: task arithmetic has no chat prompts.* choose one of custom, gsm8k,",
-        ),
         ({"task.name": "custom"}, "task.data_path = '': task custom needs data"),
         (
             {"task.reward": "a:f,b:g", "task.reward_weights": (1.0,)},
@@ -163,14 +134,9 @@ def test_no_field_is_dead():
         ),
         ({"search.engine": "openai"}, "config.search.engine = 'openai': must be devices or a URL"),
         ({"search.engine": SERVER}, f"config.search.engine = '{SERVER}': the server receives the"),
-        *(
-            ({"search.engine": SERVER, "lora.rank": 4, name: value}, f"config.{name} = .*a server")
-            for name, value in (
-                ("search.sampling_temperature", 0.7),
-                ("search.top_p", 0.9),
-                ("search.min_new_tokens", 2),
-                ("search.explore", (0.5, 0.7, 2.0)),
-            )
+        (
+            {"search.engine": SERVER, "lora.rank": 4, "search.top_p": 0.9},
+            "config.search.top_p = 0.9: with a server",
         ),
         (
             {"reward.model_path": "m", "task.reward": "a:b", "task.reward_weights": (1.0,)},
@@ -225,11 +191,6 @@ def test_micro_batches_divide_over_the_trainer(rows):
     [
         ({"objective.name": "rloo"}, "accepts any sampler.*objective.importance=none"),
         ({"objective.importance": "token_clip"}, "accepts any sampler.*objective.importance=none"),
-        # Its states would lack the continuations that a searcher samples.
-        (
-            {"objective.name": "vineppo", "placement": "shared"},
-            "accepts any sampler.*objective.importance=none",
-        ),
         ({"driver": "sync", "search.exact_lag": 2}, "search.exact_lag=0"),
     ],
 )

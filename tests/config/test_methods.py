@@ -25,16 +25,6 @@ def test_every_preset_is_valid_on_the_main_job_and_is_no_setting(name):
     assert make_layout(config, Ids()).has_advantages == (name == "vineppo")
 
 
-def test_presets_are_the_published_points():
-    def of(name):
-        return override(Config(), [f"--config.objective.preset={name}"]).objective.built
-
-    assert of("tba") == make_objective("tb", {"importance": "none"})
-    own = {"kl_center": "behavior", "importance": "token_clip", "importance_cap": 8.0}
-    prime = make_objective("tb", {**own, "kl_clamp": 10.0})
-    assert of("tba_prime") == prime and prime.needs.sampler == "ratio"
-
-
 def test_what_is_given_beside_a_preset_wins_and_what_was_there_before_does_not():
     given = ["--config.objective.kl_clamp=0", "--config.objective.preset=tba_prime"]
     config = override(make_config({"objective.log_z": "learned"}), given)

@@ -192,12 +192,3 @@ def test_lengths_fit_the_data_and_the_context(tmp_path, words):
     assert config.task.num_eval_prompts == 8  # a fifth of 40 rows
     assert reason.startswith("prompts of up to ") and "a context of " in reason
     validate(config)
-
-
-def test_a_given_length_stays(tmp_path):
-    config = custom(tmp_path, 40, 2, "task.max_prompt_tokens=64")
-    assert choices.with_lengths(config) == (config, "")
-    config = custom(tmp_path, 40, 2, "search.max_new_tokens=40")
-    assert choices.with_lengths(config)[0].search.max_new_tokens == 40
-    with pytest.raises(ValueError, match=r"max_new_tokens=5000: .* Set --config.search.max_new"):
-        choices.with_lengths(custom(tmp_path, 40, 2, "search.max_new_tokens=5000"))

@@ -72,13 +72,6 @@ def test_every_slice_gets_a_placement_that_it_accepts(
         assert {d.process_index for d in choice.placement.trainer_mesh.devices.flat} == hosts
 
 
-def test_rows_of_a_micro_batch_divide_the_batch_or_leave_few_empty_rows():
-    config = load_preset("math:gsm8k")
-    # With 40 rows, the last of four micro-batches has one group; with 60, of three.
-    assert sizes.micro_batch_options(config, 1) == [1, 2, 4, 8, 16, 20, 140]
-    assert sizes.micro_batch_options(config, 4) == [4, 8, 16, 20, 140]
-
-
 def test_judges_that_one_chip_cannot_hold_make_groups_larger():
     pytest.importorskip("libtpu")
     topology = chips.parse_topology("v5e:2x4")

@@ -52,6 +52,8 @@ def test_a_comparison_has_groups_intervals_differences_and_responses(six):
     assert "60.0\N{NO-BREAK SPACE}% [43.1, 76.9]" in text
     assert "9–20 of 20<br><small>1 unfinished</small>" in text and "seed 2" in text
     assert not re.search(r"<script|<img src=x|<b>\d|https?://|@import", text)
+    with pytest.raises(ValueError, match="--group=objective.nam: no config of these runs"):
+        groups.group_runs([load_run(folder) for folder in folder.glob("*[0-9]")], ["objective.nam"])
 
 
 def test_the_axis_is_chosen_and_no_text_runs_as_a_script(six, tmp_path):
@@ -67,11 +69,3 @@ def test_the_axis_is_chosen_and_no_text_runs_as_a_script(six, tmp_path):
         """,
     )
     assert told == [["step"], ["tokens"], "6 runs in 2 groups · compare", HOSTILE[0]]
-
-
-def test_groups_follow_the_fields_that_are_named(six):
-    runs = [load_run(folder) for folder in sorted(six[0].glob("*[0-9]"))]
-    by_seed = groups.group_runs(runs, ["seed"])
-    assert [(g.name, len(g.runs)) for g in by_seed] == [(f"seed={i}", 2) for i in range(3)]
-    with pytest.raises(ValueError, match="--group=objective.nam: no config of these runs"):
-        groups.group_runs(runs, ["objective.nam"])

@@ -151,7 +151,7 @@ def test_what_is_no_run_or_damaged_is_refused_in_one_line(tmp_path, capsys):
     assert "nothing holds no run: there is no" in capsys.readouterr().err
     fake_workdir(tmp_path, num_steps=4)
     report = tmp_path / "report.json"
-    write_json(report, {**json.loads(report.read_text()), "wall_s": "long"})
+    write_json(report, {**json.loads(report.read_text()), "economy": 3})
     with pytest.raises(ValueError, match=r"or a log has a value of a wrong"):
         render(load_run(tmp_path), {})
     report.write_text("{")

@@ -68,15 +68,13 @@ def test_responses_are_filtered_searched_and_ordered(page, tmp_path):
     script = """
         const told = [found()];
         const ask = (name, value) => { set(name, value); told.push(found()); set(name, ''); };
-        ask('text', 'WORD7'); ask('step_min', '31'); ask('reward_max', '0.1');
-        ask('staleness_max', '1'); ask('length_min', '3'); ask('searcher', '1');
-        ask('finish', 'length'); ask('of', 'eval');
+        ask('text', 'WORD7'); ask('step_min', '31'); ask('searcher', '1'); ask('of', 'eval');
         set('order', '-reward');
         return [told, first().includes('step 40'), document.querySelectorAll('#rows > *').length];
     """
     told, is_best, rows = in_browser(page, tmp_path, script=HANDS + script)
     counts = [int(text.split()[0]) for text in told]
-    assert counts == [81, 2, 20, 20, 2, 40, 40, 40, 1] and is_best and rows == 20
+    assert counts == [81, 2, 20, 40, 1] and is_best and rows == 20
 
 
 def test_a_response_opens_with_parts_and_colours_and_its_prompt_over_time(page, tmp_path):
@@ -99,32 +97,6 @@ def test_a_response_opens_with_parts_and_colours_and_its_prompt_over_time(page, 
     assert "reward 0.400 · format 0.250" in said and "staleness 3" in said
     assert "Not known for each token" in none
     assert count == "28 of 81 responses · one prompt"
-
-
-def test_an_episode_is_shown_as_turns(tmp_path):
-    episode = {
-        "tokens": [
-            "so ",
-            '<tool_call>{"name": "add", ',
-            '"arguments": {}}</tool_call>',
-            "<tool_response>7",
-            "</tool_response>",
-        ],
-        "is_sampled": [1, 1, 1, 0, 0],
-        "behavior": [0, 0, 0, 0, 0],
-    }
-    page = page_of(tmp_path, [line(1, 0, **episode)])
-    script = """
-        click('#rows summary');
-        const labels = [...document.querySelectorAll('.response small')].map(x => x.textContent);
-        const turns = [...document.querySelectorAll('.response pre')].map(
-          x => [x.className, x.textContent]);
-        return [labels, turns];
-    """
-    labels, turns = in_browser(page, tmp_path, script=HANDS + script)
-    tokens = episode["tokens"]
-    assert labels == ["policy", "environment"]
-    assert turns == [["policy", "".join(tokens[:3])], ["environment", "".join(tokens[3:])]]
 
 
 def test_hostile_texts_stay_texts(tmp_path):

@@ -13,31 +13,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from tba_jax.report import writers as metrics
+from tba_jax.report import writers
 from tba_jax.report.progress import ProgressDisplay
 
 
-def test_trackers_get_finite_numbers_only(monkeypatch, tmp_path):
-    calls = []
-    board = types.SimpleNamespace(
-        add_scalar=lambda *args: calls.append(args),
-        add_text=lambda *args: calls.append(args),
-        close=lambda: calls.append("closed"),
-    )
-    module = types.SimpleNamespace(
-        SummaryWriter=lambda folder, purge_step: calls.append(purge_step) or board
-    )
-    monkeypatch.setitem(sys.modules, "tensorboardX", module)
-    values = {"a": np.float32(0.5), "b": math.nan, "c": [[1, 2]], "d": "text", "e": 3}
-    samples = [{"reward": 1.0, "prompt": "2+2\n", "tokens": ["fo", "ur"]}]
-    writer = metrics.TensorBoardWriter(tmp_path, {"seed": 1})
-    writer.write(7, values)
-    metrics.MultiWriter([writer]).write_samples(7, "train", samples)
-    writer.close()
-    assert calls[:4] == [7, ("config", "    seed = 1\n", 7), ("a", 0.5, 7), ("e", 3.0, 7)]
-    text = "    reward 1.0\n    2+2\n    \n    -> four\n"
-    assert calls[4:] == [("samples/train", text, 7), "closed"]
-
+def test_wandb_gets_finite_numbers_and_continues_its_run(monkeypatch, tmp_path):
     logged = []
     run = types.SimpleNamespace(
         define_metric=lambda *names, **axis: logged.append((*names, axis)),
@@ -49,13 +29,14 @@ def test_trackers_get_finite_numbers_only(monkeypatch, tmp_path):
         Table=lambda columns, data: [columns, *data],
     )
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    tracker = metrics.make_tracker("wandb:p", tmp_path, {"seed": 1}, "r")
-    tracker.write(7, values)
-    tracker.write_samples(7, "eval", samples)
+    tracker = writers.make_tracker("wandb:p", tmp_path, {"seed": 1}, "r")
+    tracker.write(7, {"a": np.float32(0.5), "b": math.nan, "c": [[1, 2]], "d": "text", "e": 3})
+    sample = {"reward": 1.0, "prompt": "2+2", "tokens": ["fo", "ur"]}
+    writers.MultiWriter([tracker]).write_samples(7, "eval", [sample])
     tracker.close()
     assert logged[0]["project"] == "p" and logged[0]["config"] == {"seed": 1}
     assert logged[0]["id"] == "r" and logged[0]["resume"] == "allow"
-    table = [["step", "prompt", "response", "reward"], [7, "2+2\n", "four", 1.0]]
+    table = [["step", "prompt", "response", "reward"], [7, "2+2", "four", 1.0]]
     # With W&B's own steps it would drop an evaluation that ends after a later step.
     assert logged[1] == ("*", {"step_metric": "step"})
     lines = [{"a": 0.5, "e": 3.0, "step": 7}, {"samples/eval": table, "step": 7}]
@@ -154,21 +135,16 @@ def test_a_line_says_what_keeps_a_run_from_learning():
     values = {
         "search/reward_mean": 0.5,
         "search/reward_part_right": 0.4,
-        "search/reward_part_brief": -0.1,
         "search/response_length_mean": 9.0,
         "search/cut_share": 0.25,
         "search/equal_rewards_share": 0.75,
         "train/kl_reference": 0.0123,
     }
     display.write(1, values)
-    display.write(2, {**values, "search/cut_share": 0.0, "search/equal_rewards_share": 0.0})
-    display.close()
-    first, second = stream.getvalue().splitlines()
-    reward = "reward 0.500 (right 0.400, brief -0.100)"
     assert (
-        f"{reward}  length 9.0 tokens (25% cut)  groups with equal rewards 75%  KL 0.0123" in first
-    )
-    assert f"{reward}  length 9.0 tokens  KL 0.0123" in second
+        "reward 0.500 (right 0.400)  length 9.0 tokens (25% cut)  groups with equal rewards 75%  "
+        "KL 0.0123"
+    ) in stream.getvalue()
 
 
 TTY_SCRIPT = """
