@@ -218,6 +218,7 @@ LIMITS = {
     "commands": 1743,
     "config": 1060,
     "presets": 475,
+    "planning": 2400,
 }
 
 

@@ -31,7 +31,6 @@ from tba_jax.models.transformer import TransformerConfig, num_params
 from tba_jax.planning import chips, choices, layouts, sizes
 from tba_jax.planning.chips import Chip
 from tba_jax.planning.programs import Planned, groups_of, plan_programs
-from tba_jax.planning.shapes import judge_bytes
 from tba_jax.planning.verdict import Facts, Program
 from tba_jax.run import model_parts
 from tba_jax.run.peers import divide_cpu
@@ -53,7 +52,6 @@ class Request(NamedTuple):
     Attributes:
         topology: name of the slice; "" for the attached devices.
         model: contents of the model's config.json.
-        judges: role -> contents of config.json of another model.
         cache: folder of the compilation cache, or "".
         fixed: settings that keep their values.
         config: config to describe, or the described config of a program.
@@ -63,7 +61,6 @@ class Request(NamedTuple):
 
     topology: str
     model: Mapping[str, Any]
-    judges: Mapping[str, Mapping[str, Any]]
     cache: str
     fixed: Collection[str]
     config: Config
@@ -169,15 +166,11 @@ def _describe(
     chip: Chip,
 ) -> Facts:
     """Return placement, resident memory and programs of a run."""
-
-    def of_judges(group_size: int) -> float:
-        return sum(judge_bytes(config, request.judges, group_size)["searcher"].values())
-
     given = config
     if request.chooses and config.placement != "hosts":
         if ROWS not in request.fixed:
             config = replace(config, {ROWS: 0})
-        config, choice = layouts.choose(config, model_config, devices, chip.usable_bytes, of_judges)
+        config, choice = layouts.choose(config, model_config, devices, chip.usable_bytes)
         fields = layouts.changes(given, config)
     else:
         config = choices.on_devices(config, model_config, devices, chip.usable_bytes)
@@ -185,7 +178,6 @@ def _describe(
         choice = layouts.place(config, devices)
     placement = choice.placement
     trainer, searcher = groups_of(config, model_config, placement)
-    judges = judge_bytes(config, request.judges, searcher.devices)
     return Facts(
         config=config,
         changed_fields=fields,
@@ -195,10 +187,8 @@ def _describe(
         layout=choice.name,
         shares_devices=choice.shares_devices,
         num_params=num_params(model_config),
-        trainer=trainer._replace(residents={**trainer.residents, **judges["trainer"]}),
-        searcher=searcher._replace(
-            count=choice.num_groups, residents={**searcher.residents, **judges["searcher"]}
-        ),
+        trainer=trainer,
+        searcher=searcher._replace(count=choice.num_groups),
         lower=lowered(config, placement.trainer_mesh, request.fixed),
         programs=[p.program for p in plan_programs(config, model_config, placement)],
     )

@@ -2,7 +2,6 @@
 """Memory of a run on its devices, estimated from shapes to choose a placement without compiling."""
 
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -103,20 +102,13 @@ def _kept_values(config: Config, model_config: TransformerConfig) -> float:
     return {"layers": 0, "dots": products, "none": 4 * products}[remat_of(config)]
 
 
-def searcher_bytes(
-    config: Config,
-    model_config: TransformerConfig,
-    device: Any,
-    judge_bytes: Callable[[int], float] = lambda group_size: 0.0,
-) -> float:
-    """Return the memory of each device of a searcher.
+def searcher_bytes(config: Config, model_config: TransformerConfig, device: Any) -> float:
+    """Return the memory of each device of a searcher, without reward models.
 
-    The memory has two versions of the weights, the base of adapters, the KV cache, and reward
-    models.
+    The memory has two versions of the weights, the base of adapters, and the KV cache.
 
     Args:
         device: a device of the searcher.
-        judge_bytes: group size -> memory of reward models on the first device of a searcher.
     """
     dtype, g = jnp.dtype(config.model.compute_dtype), config.search.num_devices
 
@@ -136,7 +128,7 @@ def searcher_bytes(
     # Half of the caches belong to conversations that wait for their environment.
     cache = shard_bytes(layers) * (2 if config.task.environment else 1)
     parts = math.gcd(g, model_config.num_kv_heads, model_config.delta_key_heads)
-    return num_bytes / g + cache / parts + judge_bytes(g)
+    return num_bytes / g + cache / parts
 
 
 def shard_bytes(tree: Any) -> float:

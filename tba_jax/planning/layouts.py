@@ -9,7 +9,7 @@ Invariant: `main` accepts the chosen placement on such devices.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from tba_jax.config.devices import asked
@@ -62,7 +62,6 @@ def choose(
     model_config: TransformerConfig,
     devices: Sequence[Any],
     hbm_bytes: float,
-    judge_bytes: Callable[[int], float] = lambda group_size: 0.0,
 ) -> tuple[Config, Choice]:
     """Return the config with a placement for these devices, and that placement.
 
@@ -73,9 +72,6 @@ def choose(
 
     The fsdp axis of the trainer's mesh has as many devices as the rows of a batch permit; the other
     axis is tensor-parallel. Searcher groups are as small as weights and cache allow.
-
-    Args:
-        judge_bytes: group size -> memory of reward models on the first device of a searcher group.
 
     Raises:
         PlacementError: no mesh divides batch and model.
@@ -91,7 +87,7 @@ def choose(
     room = 1 - sizes.SHARE_FOR_PROGRAMS
 
     def of_searcher(config: Config) -> float:
-        return estimates.searcher_bytes(config, model_config, devices[0], judge_bytes)
+        return estimates.searcher_bytes(config, model_config, devices[0])
 
     @functools.cache
     def searching(group: int, slots: int) -> float:
