@@ -4,7 +4,8 @@
     python -m tba_jax.main --config=configs/agent.py[:PRESET]
 
 The presets, and what each needs, costs and gives: tba_jax/presets/agent.py. An installed package
-knows them by name: --config=agent[:PRESET]. A file of your own defines PRESETS likewise.
+knows them by name: --config=agent[:PRESET]. A file of your own may change what get_config returns.
 """
 
 from tba_jax.presets.agent import PRESETS as PRESETS
+from tba_jax.presets.agent import get_config as get_config

@@ -4,9 +4,10 @@
     python -m tba_jax.main --config=configs/math.py[:PRESET]
 
 The presets, and what each needs, costs and gives: tba_jax/presets/math.py. An installed package
-knows them by name: --config=math[:PRESET]. A file of your own defines PRESETS likewise.
+knows them by name: --config=math[:PRESET]. A file of your own may change what get_config returns.
 
 Never put this folder on sys.path: this file would hide the standard library's `math`.
 """
 
 from tba_jax.presets.math import PRESETS as PRESETS
+from tba_jax.presets.math import get_config as get_config

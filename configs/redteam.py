@@ -4,7 +4,9 @@
     python -m tba_jax.main --config=configs/redteam.py[:PRESET]
 
 The presets, and what each needs, costs and gives: tba_jax/presets/redteam.py. An installed package
-knows them by name: --config=redteam[:PRESET]. A file of your own defines PRESETS likewise.
+knows them by name: --config=redteam[:PRESET]. A file of your own may change what
+get_config returns.
 """
 
 from tba_jax.presets.redteam import PRESETS as PRESETS
+from tba_jax.presets.redteam import get_config as get_config

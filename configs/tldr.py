@@ -4,7 +4,8 @@
     python -m tba_jax.main --config=configs/tldr.py[:PRESET]
 
 The presets, and what each needs, costs and gives: tba_jax/presets/tldr.py. An installed package
-knows them by name: --config=tldr[:PRESET]. A file of your own defines PRESETS likewise.
+knows them by name: --config=tldr[:PRESET]. A file of your own may change what get_config returns.
 """
 
 from tba_jax.presets.tldr import PRESETS as PRESETS
+from tba_jax.presets.tldr import get_config as get_config

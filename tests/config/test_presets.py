@@ -42,25 +42,30 @@ def test_a_name_is_a_preset_whatever_lies_in_the_folder_and_a_path_is_a_file(tmp
 def test_a_file_of_ones_own_may_change_a_preset(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(
-        "from tba_jax.presets.math import PRESETS as MATH\n"
-        "PRESETS = {'short': {**MATH['gsm8k'], 'num_steps': 3}}\n"
+        "from tba_jax.presets import math\n\n\ndef get_config(preset='gsm8k'):\n"
+        "    config = math.get_config(preset)\n    config.num_steps = 3\n    return config\n"
     )
     config = override(None, [f"--config={path}", "--config.seed=2"])
-    assert (config.name, config.num_steps, config.seed) == ("mine/short", 3, 2)
+    assert (config.name, config.num_steps, config.seed) == ("math/gsm8k", 3, 2)
     assert config.task.name == "gsm8k" and load("math:gsm8k").num_steps == 700
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("PRESETS = 1 / 0", "ZeroDivisionError: division by zero. Correct the file"),
-        ("NAMES = {}", "defines no PRESETS. Define for example"),
-        ("PRESETS = {'a': {'task': {'nam': 'x'}}}", "no field 'task.nam'; did you mean task.name"),
-        ("PRESETS = {'a': {'num_steps': 'x'}}", "num_steps = 'x': must be a whole number"),
+        ("1 / 0", "ZeroDivisionError: division by zero. Correct the file"),
+        ("NAMES = {}", r"has no get_config\(PRESET\) that returns a ConfigDict"),
+        ("config.task.nam = 'x'", "Error: .*nam.*Correct the file"),
+        ("config.num_steps = 'x'", "num_steps = 'x': must be a whole number"),
     ],
 )
 def test_a_file_that_is_no_config_is_refused_in_one_line(text, message, tmp_path):
     path = tmp_path / "mine.py"
+    if text.startswith("config"):
+        text = (
+            "from tba_jax.presets import math\n\n\ndef get_config():\n"
+            f"    config = math.get_config()\n    {text}\n    return config\n"
+        )
     path.write_text(text)
     with pytest.raises(ConfigError, match=message) as info:
         load(str(path))
