@@ -7,5 +7,8 @@ The presets, and what each needs, costs and gives: tba_jax/presets/agent.py. An 
 knows them by name: --config=agent[:PRESET]. A file of your own may change what get_config returns.
 """
 
-from tba_jax.presets.agent import PRESETS as PRESETS
-from tba_jax.presets.agent import get_config as get_config
+import functools
+
+from tba_jax.config import presets
+
+get_config = functools.partial(presets.get_config, "agent")

@@ -9,5 +9,8 @@ knows them by name: --config=math[:PRESET]. A file of your own may change what g
 Never put this folder on sys.path: this file would hide the standard library's `math`.
 """
 
-from tba_jax.presets.math import PRESETS as PRESETS
-from tba_jax.presets.math import get_config as get_config
+import functools
+
+from tba_jax.config import presets
+
+get_config = functools.partial(presets.get_config, "math")

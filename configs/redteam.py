@@ -8,5 +8,8 @@ knows them by name: --config=redteam[:PRESET]. A file of your own may change wha
 get_config returns.
 """
 
-from tba_jax.presets.redteam import PRESETS as PRESETS
-from tba_jax.presets.redteam import get_config as get_config
+import functools
+
+from tba_jax.config import presets
+
+get_config = functools.partial(presets.get_config, "redteam")

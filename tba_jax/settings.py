@@ -17,6 +17,7 @@ A setting that changes with the optimiser step is a `Schedule`. The user writes 
 
 import ast
 import dataclasses
+import functools
 import hashlib
 import importlib.util
 import math
@@ -441,23 +442,18 @@ def importable_name(function: Any) -> str:
     module = sys.modules.get(getattr(function, "__module__", None) or "")
     own = getattr(function, "__qualname__", "<none>")
     file = getattr(module, "__file__", None)
-    found: Any = module
-    for part in own.split("."):
-        found = getattr(found, part, None)
-    if found is not function or file is None:
+    found = functools.reduce(lambda x, part: getattr(x, part, None), own.split("."), module)
+    if found is not function or module is None or file is None:
         return ""
-    assert module is not None
     return f"{file}:{own}" if module.__name__ == "__main__" else f"{module.__name__}:{own}"
 
 
 def given_names(things: Sequence[Any]) -> list[str]:
     """Store each object in `GIVEN` under a new name; return the names."""
     names: list[str] = []
-    for thing in things:
+    for i, thing in enumerate(things):
         own = getattr(thing, "__qualname__", type(thing).__qualname__).rpartition(".")[2]
         name = f"notebook.py:{re.sub(r'[^A-Za-z0-9_]', '', own)}"
-        if name in names:
-            name = f"{name}_{len(names) + 1}"
-        names.append(name)
-        GIVEN[name] = thing
+        names.append(f"{name}_{i + 1}" if name in names else name)
+        GIVEN[names[-1]] = thing
     return names

@@ -216,7 +216,7 @@ LIMITS = {
     "bench": 1890,
     "report": 1827,
     "commands": 1743,
-    "config": 1060,
+    "config": 1062,
     "presets": 475,
     "planning": 2400,
 }

@@ -18,8 +18,8 @@ from pathlib import Path
 
 from tba_jax.commands.entry_point import make_parser
 from tba_jax.commands.interruption import Interruption, surviving_closed_outputs
+from tba_jax.config.advice import notes
 from tba_jax.config.command_line import local_folder, override
-from tba_jax.config.notes import notes
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config, flatten
 from tba_jax.devices.cluster import Address, PeerError, resolve_address

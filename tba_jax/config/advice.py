@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advice during a run: what slows it or keeps it from learning, and the setting that helps."""
+"""Advice: settings without effect, and during a run what slows it or keeps it from learning."""
 
 import collections
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
-from tba_jax.config.schema import Config
+from tba_jax.config.schema import SETTINGS, Config, get_field
+from tba_jax.settings import Schedule
 
 _NUM_REPORTS = 3  # reports of tickets that a share is computed from
 _MAX_CUT_SHARE = 0.2
@@ -105,3 +106,39 @@ def about_waiting(config: Config, times: Times) -> str:
             "--config.model.remat=dots where memory allows it, or use fewer searchers"
         )
     return ""
+
+
+# Before a run.
+
+
+def notes(config: Config) -> list[str]:
+    """Return a sentence for each setting without effect and each schedule that is cut short.
+
+    `--config.num_steps` does not rescale schedules: a shortened run follows their beginning.
+    """
+    return list(_notes(config))
+
+
+def _notes(config: Config) -> Iterator[str]:
+    num_steps, o, period = config.num_steps, config.objective, config.reference.reset_period
+    if config.driver == "sync" and config.replay.pace == "trainer":
+        yield "replay.pace=trainer has no effect: with driver=sync the trainer never has to wait"
+    for name, setting in SETTINGS.items():
+        if setting.type is Schedule:
+            schedule = get_field(config, name)
+            end = _end(schedule, num_steps)
+            if num_steps < end:
+                yield f"{name}={schedule}: the run ends at step {num_steps}, the schedule at {end}"
+    if not o.beta.is_always(0.0) and o.built.needs.beta == "unused":
+        yield f"objective.beta={o.beta} has no effect: objective {o.name} has no KL to a reference"
+    if period >= num_steps:
+        yield f"reference.reset_period={period}: the run ends before the first reset"
+
+
+def _end(schedule: Schedule, num_steps: int) -> int:
+    """Return the step from which a schedule stays at its last value."""
+    if schedule.jump is not None:
+        return schedule.jump + 1
+    if len(set(schedule.numbers)) == 1:
+        return schedule.warmup
+    return schedule.begin + (schedule.over(num_steps).steps or 0)

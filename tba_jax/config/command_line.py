@@ -32,9 +32,6 @@ def override(config: Config | None, arguments: Sequence[str]) -> Config:
             fields[""] = value
         elif not flag.startswith("--config.") or not equals:
             raise ConfigError(f"unexpected argument {argument!r}; wanted --config.FIELD=VALUE")
-        elif flag == methods.FLAG and methods.PRESET in fields:
-            given = f"{fields[methods.PRESET]}, {value}"
-            raise ConfigError(f"objective.preset is given 2 times: {given}. Give one of them")
         else:
             fields[flag.removeprefix("--config.")] = value
     name = fields.pop("", "")
@@ -50,9 +47,8 @@ def local_folder(text: str | os.PathLike[str], what: str = "--workdir") -> Path:
     """
     if "://" in str(text):
         raise ConfigError(
-            f"{what}={text} is an address; wanted a folder. Mount the bucket (gcsfuse) or a "
-            "share (Filestore, NFS) and give its folder, e.g. /mnt/runs/NAME. "
-            "docs/launch/tpu_vm.md explains it under Spot machines"
+            f"{what}={text} is an address; wanted a folder. Mount the bucket (gcsfuse) and give "
+            "its folder, e.g. /mnt/runs/NAME (docs/launch/tpu_vm.md, Spot machines)"
         )
     return Path(text)
 

@@ -27,10 +27,6 @@ FINAL at step J. For example
 `python -m tba_jax.config.document docs/config.md` writes this page.
 """
 
-_OWN = """\
-### Settings of single objectives
-
-"""
 _HEADER = "| setting | default | allowed | meaning |\n|---|---|---|---|\n"
 
 
@@ -42,7 +38,7 @@ def page() -> str:
         parts.append(f"## `{section}`\n" if section else "## The run\n")
         parts.append(_HEADER + "".join(rows))
         if section == "objective":
-            parts.append(_OWN + _HEADER + "".join(_own_rows()))
+            parts.append("### Settings of single objectives\n\n" + _HEADER + "".join(_own_rows()))
     return "\n".join(parts)
 
 

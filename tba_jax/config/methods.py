@@ -6,17 +6,16 @@ A run's config.json therefore has these settings and not the preset's name. Inva
 starts from exact Trajectory Balance, whatever objective the config had before.
 """
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
 from tba_jax.config import schema
+from tba_jax.config.presets import near
 from tba_jax.config.schema import Config
 from tba_jax.settings import ConfigError
 from tba_jax.train.objectives import own_names
 
 PRESET = "objective.preset"
-FLAG = f"--config.{PRESET}"
 
 # TBA' of MATH: the reference is reset to the policy, and token log-ratios are clamped.
 _PRIME = {
@@ -65,9 +64,8 @@ def fields_of(name: str) -> dict[str, Any]:
         ConfigError: unknown name.
     """
     if name not in METHODS:
-        near = difflib.get_close_matches(name, METHODS, n=1, cutoff=0.5)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise ConfigError(f"objective.preset has no {name!r}; there are {', '.join(METHODS)}{hint}")
+        known = f"there are {', '.join(METHODS)}{near(name, METHODS)}"
+        raise ConfigError(f"objective.preset has no {name!r}; {known}")
     # The scale belongs to the run, not to a method.
     reset = {f"objective.{own}": None for own in own_names() if own != "scale"}
     return {"objective.name": "tb", **reset, **METHODS[name]}

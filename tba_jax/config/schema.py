@@ -14,14 +14,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ml_collections import ConfigDict
-
 from tba_jax.devices.config import FleetSettings, MeshSettings
 from tba_jax.devices.placement import PLACEMENTS, PlacementName
 from tba_jax.evaluation.config import EvalSettings
 from tba_jax.models.config import LoraSettings, ModelSettings
 from tba_jax.replay.config import ReplaySettings
-from tba_jax.report.files import flat
 from tba_jax.rewards.config import ClassifierSettings, RewardSettings, VictimSettings
 from tba_jax.search.config import SearchSettings
 from tba_jax.settings import ConfigError as ConfigError
@@ -139,31 +136,6 @@ _USUAL = {
     "objective.kl_coef": "objective.beta",
     "model.name": "model.path",
 }
-
-
-def default_config() -> ConfigDict:
-    """Return all settings with their defaults, to edit; `freeze` checks names and values.
-
-    Only the section `objective` accepts further names, the own settings of objectives.
-    """
-    config = ConfigDict(type_safe=False)
-    for name, setting in SETTINGS.items():
-        section, _, own = name.rpartition(".")
-        if section and section not in config:
-            config[section] = ConfigDict(type_safe=False)
-        (config[section] if section else config)[own] = setting.default
-    config.lock()
-    config.objective.unlock()
-    return config
-
-
-def freeze(config: ConfigDict) -> Config:
-    """Return the config of an edited `default_config`; not validated.
-
-    Raises:
-        ConfigError: see `replace`.
-    """
-    return make_config(flat(config.to_dict()))
 
 
 def make_config(fields: Mapping[str, Any] | None = None) -> Config:

@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import Mesh
 
-from tba_jax.config.devices import cpu_devices
-from tba_jax.config.resolved import remat_of
+from tba_jax.config.resolved import cpu_devices, remat_of
 from tba_jax.config.schema import Config, get_field, replace
 from tba_jax.devices.platform import platform_of
 from tba_jax.devices.sharding import batch_axes

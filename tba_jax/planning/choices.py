@@ -12,8 +12,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from tba_jax.config.devices import asked
-from tba_jax.config.resolved import dtypes_on
+from tba_jax.config.resolved import asked, dtypes_on
 from tba_jax.config.schema import Config, get_field, replace
 from tba_jax.devices.config import parse_resources
 from tba_jax.devices.placement import PlacementError, divide, hosts_of

@@ -12,7 +12,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from tba_jax.config.devices import asked
+from tba_jax.config.resolved import asked
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config, flatten, replace
 from tba_jax.devices.placement import Division, PlacementError, divide, hosts_of, trainer_on

@@ -16,9 +16,6 @@ The observations of both tools are a function of the tokens before them, so the 
 episodes is exact (docs/guide/environments.md).
 """
 
-from ml_collections import ConfigDict
-
-from tba_jax.config.presets import differing
 from tba_jax.presets.math import PRESETS as MATH
 
 PRESETS = {
@@ -49,8 +46,3 @@ for _name, _task, _tool in (("qwen3_1_7b", "gsm8k", "calculator"), ("qwen3_4b", 
         "search.max_turns": 6,
         "search.num_slots": 32,
     }
-
-
-def get_config(preset: str = "toy") -> ConfigDict:
-    """Return the default config with the differences of a preset."""
-    return differing("agent", PRESETS, preset)

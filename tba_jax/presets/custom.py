@@ -9,10 +9,6 @@ The run derives lengths from the data and the model's context, and the learning 
 of trained parameters. Without a test split it holds out a part of the rows.
 """
 
-from ml_collections import ConfigDict
-
-from tba_jax.config.presets import differing
-
 PRESETS = {
     "default": {
         "num_steps": 200,
@@ -37,8 +33,3 @@ PRESETS = {
         "checkpoint.period": 50,
     },
 }
-
-
-def get_config(preset: str = "default") -> ConfigDict:
-    """Return the default config with the differences of a preset."""
-    return differing("custom", PRESETS, preset)

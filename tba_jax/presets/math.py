@@ -26,10 +26,6 @@ qwen3_1_7b, qwen3_4b, gemma_3_12b, gpt_oss_20b, qwen3_30b_a3b
 
 from typing import Any
 
-from ml_collections import ConfigDict
-
-from tba_jax.config.presets import differing
-
 PRESETS: dict[str, dict[str, Any]] = {
     "arithmetic": {
         "num_steps": 150,
@@ -165,8 +161,3 @@ for _name, _path, _changes in (
         "objective.importance": None,  # the default bounds ratios
         "model.path": _path,
     }
-
-
-def get_config(preset: str = "arithmetic") -> ConfigDict:
-    """Return the default config with the differences of a preset."""
-    return differing("math", PRESETS, preset)

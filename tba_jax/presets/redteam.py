@@ -17,10 +17,6 @@ the buffer with the SFT data and ten batches of samples. The presets sample the 
 data are added by --config.task.start_path=SFT.jsonl, the file that `tba_jax.sft` read.
 """
 
-from ml_collections import ConfigDict
-
-from tba_jax.config.presets import differing
-
 ALPACA = (
     "Below is an instruction that describes a task. Write a response that appropriately completes "
     "the request.\n\n### Instruction:\n{attack}\n\n### Response:\n"
@@ -138,8 +134,3 @@ PRESETS["llama_150k"] = {
     "replay.recency_prob": 0.5,
     "replay.capacity_per_prompt": 150_000,
 }
-
-
-def get_config(preset: str = "toy") -> ConfigDict:
-    """Return the default config with the differences of a preset."""
-    return differing("redteam", PRESETS, preset)

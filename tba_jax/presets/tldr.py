@@ -13,10 +13,6 @@ pythia410m, pythia1b, pythia2.8b, pythia2.8b_slow
     4). A gold reward model of 6.9B parameters compares responses with human references.
 """
 
-from ml_collections import ConfigDict
-
-from tba_jax.config.presets import differing
-
 
 def _pythia(size: str) -> dict:
     """Return the settings of the paper's run for one size of Pythia."""
@@ -93,8 +89,3 @@ PRESETS = {
         "objective.beta": "linear(1, 0.05, 412, jump=139)",
     },
 }
-
-
-def get_config(preset: str = "toy") -> ConfigDict:
-    """Return the default config with the differences of a preset."""
-    return differing("tldr", PRESETS, preset)

@@ -11,8 +11,8 @@ import jax
 import numpy as np
 from rich.console import Console
 
+from tba_jax.config.advice import notes
 from tba_jax.config.command_line import versions
-from tba_jax.config.notes import notes
 from tba_jax.config.schema import Config, defaults, difference, flatten
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.program_cache import open_cache

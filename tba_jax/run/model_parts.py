@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tba_jax.config.resolved import allows_forks, remat_of, shares_prompts
+from tba_jax.config.resolved import remat_of, shares_prompts
 from tba_jax.config.schema import Config
 from tba_jax.decoding import lowering
 from tba_jax.decoding.compiled import CHUNK_STEPS
@@ -286,7 +286,8 @@ def groups_stay_whole(config: Config) -> bool:
 
     The result is False if episodes may fork: their paths may need more rows than a micro-batch has.
     """
-    return micro_batch_rows(config) >= config.objective.group_size and not allows_forks(config)
+    may_fork = bool(config.task.environment)
+    return micro_batch_rows(config) >= config.objective.group_size and not may_fork
 
 
 def make_layout(config: Config, tokenizer: Tokenizer, mesh: Mesh | None = None) -> RowLayout:

@@ -10,7 +10,7 @@ import secrets
 import socket
 from collections.abc import Sequence
 
-from tba_jax.config.devices import cpu_devices
+from tba_jax.config.resolved import cpu_devices
 from tba_jax.config.schema import Config
 from tba_jax.devices import cluster as clusters
 from tba_jax.devices.cluster import Address, Cluster

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tba_jax.config.devices import asked
+from tba_jax.config.resolved import asked
 from tba_jax.config.schema import Config
 from tba_jax.devices.cluster import Cluster, peer_errors
 from tba_jax.devices.placement import divide, hosts_of

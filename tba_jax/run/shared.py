@@ -18,8 +18,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from tba_jax.config.command_line import versions
-from tba_jax.config.devices import asked
-from tba_jax.config.resolved import writes_versions
+from tba_jax.config.resolved import asked, writes_versions
 from tba_jax.config.schema import Config
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.placement import MESH_AXES, Division, MeshShape, PlacementError, divide

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from tba_jax.config.devices import asked
+from tba_jax.config.resolved import asked
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config
 from tba_jax.decoding.engine import Decoder

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from tba_jax.config import document
-from tba_jax.config.devices import asked, cpu_devices
 from tba_jax.config.presets import load
+from tba_jax.config.resolved import asked, cpu_devices
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import (
     SETTINGS,

@@ -4,9 +4,9 @@
 import pytest
 
 import tba_jax
+from tba_jax.config.advice import notes
 from tba_jax.config.command_line import override
 from tba_jax.config.methods import METHODS
-from tba_jax.config.notes import notes
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config, ConfigError, make_config
 from tba_jax.planning.programs import Ids
@@ -47,7 +47,6 @@ def test_a_name_drops_what_only_other_objectives_have():
     ("given", "message"),
     [
         (["dap"], "objective.preset has no 'dap'; there are tba, .*; did you mean dapo?"),
-        (["grpo", "dapo"], "objective.preset is given 2 times: grpo, dapo"),
     ],
 )
 def test_a_preset_that_is_unknown_or_given_twice_is_refused(given, message):

@@ -3,8 +3,8 @@
 
 import pytest
 
+from tba_jax.config.advice import notes
 from tba_jax.config.command_line import override
-from tba_jax.config.notes import notes
 from tba_jax.config.presets import names
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config

@@ -42,8 +42,9 @@ def test_a_name_is_a_preset_whatever_lies_in_the_folder_and_a_path_is_a_file(tmp
 def test_a_file_of_ones_own_may_change_a_preset(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text(
-        "from tba_jax.presets import math\n\n\ndef get_config(preset='gsm8k'):\n"
-        "    config = math.get_config(preset)\n    config.num_steps = 3\n    return config\n"
+        "from tba_jax.config import presets\n\n\ndef get_config(preset='gsm8k'):\n"
+        "    config = presets.get_config('math', preset)\n"
+        "    config.num_steps = 3\n    return config\n"
     )
     config = override(None, [f"--config={path}", "--config.seed=2"])
     assert (config.name, config.num_steps, config.seed) == ("math/gsm8k", 3, 2)
@@ -63,8 +64,8 @@ def test_a_file_that_is_no_config_is_refused_in_one_line(text, message, tmp_path
     path = tmp_path / "mine.py"
     if text.startswith("config"):
         text = (
-            "from tba_jax.presets import math\n\n\ndef get_config():\n"
-            f"    config = math.get_config()\n    {text}\n    return config\n"
+            "from tba_jax.config import presets\n\n\ndef get_config():\n"
+            f"    config = presets.get_config('math')\n    {text}\n    return config\n"
         )
     path.write_text(text)
     with pytest.raises(ConfigError, match=message) as info:

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from tba_jax.config.command_line import override
-from tba_jax.config.devices import asked
+from tba_jax.config.resolved import asked
 from tba_jax.config.rules import validate
 from tba_jax.devices.placement import divide
 

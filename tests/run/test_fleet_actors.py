@@ -10,8 +10,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from tba_jax.config.devices import asked
-from tba_jax.config.resolved import writes_versions
+from tba_jax.config.resolved import asked, writes_versions
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import make_config
 from tba_jax.devices.config import parse_resources
