@@ -35,14 +35,10 @@ class Grades(NamedTuple):
 
     def between(self, start: int, stop: int) -> "Grades":
         """Return the grades of responses start, ..., stop - 1."""
-        parts = {name: values[start:stop] for name, values in self.parts.items()}
-        return Grades(
-            self.texts[start:stop],
-            self.rewards[start:stop],
-            self.reasons[start:stop],
-            parts,
-            self.is_first_kind[start:stop],
-        )
+        chosen = slice(start, stop)
+        texts, rewards, reasons, parts, is_first_kind = self
+        own = {name: values[chosen] for name, values in parts.items()}
+        return Grades(texts[chosen], rewards[chosen], reasons[chosen], own, is_first_kind[chosen])
 
     @property
     def kind_share(self) -> float:

@@ -85,18 +85,16 @@ class Judge:
         key = os.environ.get(key_variable, "none")
         self._client_options: dict[str, Any] = {"base_url": url, "api_key": key}
         self._client_options |= {"timeout": timeout_s, "max_retries": retries}
-        self._concurrency = concurrency
-        self._loop: asyncio.AbstractEventLoop | None = None
+        self._free = asyncio.Semaphore(concurrency)
+        self._client: Any = None
         self._cache: dict[str, float] = {}
 
     async def __call__(
         self, prompts: Sequence[Content], completions: Sequence[Content], **columns: Sequence[Any]
     ) -> list[float | Missing]:
         """Return a reward or a named failure for each response."""
-        if self._loop is not asyncio.get_running_loop():  # connections belong to a loop
-            self._loop = asyncio.get_running_loop()
+        if self._client is None:  # connections belong to the event loop of the worker
             self._client = openai.AsyncOpenAI(**self._client_options)
-            self._free = asyncio.Semaphore(self._concurrency)
 
         def asked(i: int) -> str:
             facts = {name: column[i] for name, column in columns.items()}

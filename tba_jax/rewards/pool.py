@@ -35,7 +35,7 @@ from tba_jax.rewards.functions import (
     score_chunk,
     split_functions,
 )
-from tba_jax.rewards.source import RewardFailure, ScoreResult
+from tba_jax.rewards.source import RewardFailure, RewardSource, ScoreResult
 from tba_jax.workers import WorkerFailed, WorkerPool
 
 # Seconds for the trial on one row before training; the run itself shows whether a function hangs.
@@ -60,8 +60,8 @@ def start_workers(function: str, num_workers: int, logs: Path | None = None) -> 
     return WorkerPool("reward", make_handler, (functions,), num_workers=num_workers, logs=logs)
 
 
-class RewardPool:
-    """A reward function in processes; a reward source that is safe to share between threads.
+class RewardPool(RewardSource):
+    """A reward function in processes, which serve all searchers.
 
     Starting takes no time here: a process imports the function in the background, and `check` or
     the first `score` waits for it.
@@ -125,8 +125,6 @@ class RewardPool:
             columns: keyword arguments for a function that takes them. The column `prompt` is not
                 passed on: it holds the chat messages of each prompt, and the function then gets
                 `prompts` and `completions` as message lists.
-            completion_ids: tokens of the responses, for a function that takes token lists.
-            has_eos: as in `RewardSource.score`; text rewards do not receive it.
 
         Raises:
             RewardFailure: the first items, as many as there are workers, all missed the deadline.
@@ -137,10 +135,6 @@ class RewardPool:
         arguments = _arguments(prompts, completions, columns, completion_ids)
         self.check()
         return self._result(self._workers.run(self._score(arguments, _groups(prompts))))
-
-    def on(self, site: Any) -> "RewardPool":
-        """Return self: its workers serve all searchers."""
-        return self
 
     def close(self) -> None:
         """Kill all workers, even during a call; a concurrent `score` raises RuntimeError."""

@@ -49,8 +49,6 @@ def answer_reward(
     """Return the data set's score of each answer, in [0, 1]; some data sets give partial credit.
 
     Args:
-        prompts: questions, texts or chat messages.
-        completions: responses, texts or chat messages.
         dataset: name in reasoning-gym.
         seed, size: arguments with which the data set was generated.
         index: index of the problem in the data set.
@@ -59,10 +57,8 @@ def answer_reward(
         ValueError: the installed reasoning-gym generates another question for this seed and index.
     """
     rewards = []
-    for prompt, completion, *of in zip(
-        prompts, completions, dataset, seed, size, index, strict=True
-    ):
-        name, data_seed, data_size, i = of
+    rows = zip(prompts, completions, dataset, seed, size, index, strict=True)
+    for prompt, completion, name, data_seed, data_size, i in rows:
         data = _dataset(name, data_seed, data_size)
         entry = data[i]
         if entry["question"] not in text_of(prompt):

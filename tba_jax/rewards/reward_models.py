@@ -25,14 +25,14 @@ from tba_jax.models.shardings import ComputeSharding, on_mesh, param_shardings
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import Params, TransformerConfig
 from tba_jax.rewards.batches import in_batches, right_pad
-from tba_jax.rewards.source import ScoreResult
+from tba_jax.rewards.source import RewardSource, ScoreResult
 
 # Row lengths are padded to a multiple of this number, so that few lengths are compiled.
 _LENGTH_STEP = 64
 
 
-class RewardModel:
-    """A reward model; a thread-safe `rewards.source.RewardSource`.
+class RewardModel(RewardSource):
+    """A reward model.
 
     The model's own tokenizer encodes the prompt: a chat with its own chat template if it has one,
     otherwise the policy's text. If model and policy have the same vocabulary, the policy's response
@@ -107,9 +107,6 @@ class RewardModel:
         there._params = hand_over(self._params, _shardings(self._config, site, self._where))
         return there
 
-    def check(self) -> None:
-        """Return at once: the weights are loaded."""
-
     def score(
         self,
         prompts: Sequence[str],
@@ -123,8 +120,6 @@ class RewardModel:
 
         Args:
             columns: only `prompt` is used: the chat messages of each prompt, if the data has chats.
-            completion_ids: tokens of the responses, in the policy's vocabulary.
-            has_eos: False if the length limit cut the response.
 
         Raises:
             ValueError: a prompt with its response exceeds the model's positions.
@@ -148,9 +143,6 @@ class RewardModel:
             [None if x else "reward_nan" for x in is_finite],
             "",
         )
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to release."""
 
     def _scores(self, rows: Sequence[np.ndarray]) -> np.ndarray:
         """Return the raw score of each prompt with its response."""

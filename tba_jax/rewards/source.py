@@ -54,7 +54,6 @@ class RewardSource(Protocol):
         Raises:
             ValueError: rewards cannot be computed; the message has the reason.
         """
-        ...
 
     def score(
         self,
@@ -78,11 +77,10 @@ class RewardSource(Protocol):
 
     def on(self, site: "Site") -> "RewardSource":
         """Return the source for a searcher on these devices; self, unless models are divided."""
-        ...
+        return self
 
     def close(self) -> None:
         """Release all resources; a concurrent `score` ends with an error."""
-        ...
 
 
 class RewardFailure(RuntimeError):

@@ -24,7 +24,7 @@ from tba_jax.flow.padding import length_buckets
 from tba_jax.models import model as models
 from tba_jax.rewards.classifiers import make_classifier
 from tba_jax.rewards.config import ATTACK, CHAT_TEMPLATE, ClassifierSettings
-from tba_jax.rewards.source import ScoreResult
+from tba_jax.rewards.source import RewardSource, ScoreResult
 
 # Sampling of the victim in the paper.
 _TEMPERATURE = 0.7
@@ -55,8 +55,8 @@ START_MODEL_LIMITS = VictimLimits(num_samples=3, new_tokens=6, prompt_tokens=13)
 """Limits of the embedded start model, whose answer to a sum has a few characters."""
 
 
-class VictimReward:
-    """Reward source for attacks on a language model; concurrent calls use different devices.
+class VictimReward(RewardSource):
+    """Reward of attacks on a language model; concurrent calls use different devices.
 
     Args:
         path: model folder or hub id of the victim.
@@ -120,9 +120,6 @@ class VictimReward:
         tokens = self._tokenizer.encode(self.format(attack), add_bos=not is_chat)
         return tokens if 0 < len(tokens) <= self._longest else None
 
-    def check(self) -> None:
-        """Return at once: the models were loaded and checked in the constructor."""
-
     def score(
         self,
         prompts: Sequence[str],
@@ -149,13 +146,6 @@ class VictimReward:
                 toxicity[i] = float(np.exp(row).mean())
         reasons = [None if i in kept else "attack_too_long" for i in encoded]
         return ScoreResult(rewards, reasons, "", {"toxicity": toxicity})
-
-    def on(self, site: Any) -> "VictimReward":
-        """Return self: every searcher has a replica."""
-        return self
-
-    def close(self) -> None:
-        """Do nothing: there is nothing to release."""
 
     def _logprobs(
         self, attacks: list[str], prompts: list[np.ndarray], completion_ids: Sequence[np.ndarray]

@@ -11,13 +11,7 @@ import numpy as np
 import pytest
 
 from tba_jax.config.schema import make_config
-from tba_jax.rewards.functions import (
-    load_error,
-    part_names,
-    run,
-    score_chunk,
-    split_functions,
-)
+from tba_jax.rewards.functions import load_error, part_names, run, score_chunk, split_functions
 from tba_jax.rewards.kinds import make_source
 from tba_jax.rewards.pool import RewardPool
 
@@ -140,19 +134,11 @@ def test_a_file_hides_no_module_of_that_name(path):
 @pytest.mark.parametrize(
     ("function", "columns", "message"),
     [
-        (
-            "{path}:no_prompts",
-            ("answer",),
-            "needs the argument 'target', but .* columns are: answer",
-        ),
+        ("{path}:no_prompts", ("answer",), "the argument 'target', but .* columns are: answer"),
         ("{path}:needs_state", ("prompt",), "TRL's argument 'trainer_state': reward processes do"),
         ("{path}:needs_environments", ("prompt",), r"'environments': .* a method get_reward\(\)"),
         ("{folder}/none.py:f", None, r"cannot be loaded: FileNotFoundError: no file .*/none\.py"),
-        (
-            "{folder}/broken.py:f",
-            None,
-            "loaded: it needs 'no_such_package', which is not installed",
-        ),
+        ("{folder}/broken.py:f", None, "loaded: it needs 'no_such_package', which is not inst"),
         ("no_such.module:f", None, "No module named 'no_such'. Want package.module:function"),
         ("{path}:np", None, "is a module, not a function"),
     ],

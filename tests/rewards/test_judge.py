@@ -95,21 +95,22 @@ def test_a_judge_that_is_down_is_named():
 
 
 def test_requests_are_at_once_up_to_the_limit():
-    running, most, lock = [0], [0], threading.Lock()
+    running, most, lock = 0, 0, threading.Lock()
 
     def counted(text, attempt):
+        nonlocal running, most
         with lock:
-            running[0] += 1
-            most[0] = max(most[0], running[0])
+            running += 1
+            most = max(most, running)
         time.sleep(0.1)
         with lock:
-            running[0] -= 1
+            running -= 1
         return 200, "1", {}
 
     with serving(counted) as (url, _):
         judge = Judge(url, model="m", prompt="{completion}", concurrency=4, timeout_s=60)
         assert ask(judge, [str(i) for i in range(16)]) == [1.0] * 16
-    assert most == [4]
+    assert most == 4
 
 
 def test_the_judge_sees_the_whole_conversation():

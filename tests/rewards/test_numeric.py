@@ -6,15 +6,8 @@ import os
 
 import pytest
 
-from tba_jax.rewards.numeric import (
-    arithmetic_reward,
-    gsm8k_answer,
-    gsm8k_gold,
-    gsm8k_official_reward,
-    gsm8k_reward,
-    last_number,
-    last_number_without_commas,
-)
+from tba_jax.rewards import numeric
+from tba_jax.rewards.numeric import arithmetic_reward, gsm8k_answer, gsm8k_gold, gsm8k_reward
 from tba_jax.tasks.gsm8k import GSM8KOfficial
 
 GSM8K = os.path.join(os.path.dirname(__file__), "..", "..", "..", "shared", "data", "gsm8k")
@@ -55,7 +48,7 @@ GSM8K = os.path.join(os.path.dirname(__file__), "..", "..", "..", "shared", "dat
     ],
 )
 def test_last_number(text, number):
-    assert last_number(text) == number
+    assert numeric.last_number(text) == number
 
 
 @pytest.mark.parametrize(
@@ -81,26 +74,17 @@ def test_no_text_takes_long_to_read(piece):
     assert gsm8k_answer(piece * 20_000 + " = 7") == 7.0
 
 
-def test_arithmetic_reward():
-    completions = [
-        ":12,9,17,11,13",
-        "=13",
-        "=-13",
-        "=12",
-        "",
-        "13 or 12",
-        "=013",
-        "=1" + "3" * 5000,
-    ]
-    rewards = arithmetic_reward(
-        prompts=["7+5-3+8-6+2"] * len(completions),
-        completions=completions,
-        answer=["13"] * len(completions),
-    )
-    assert rewards == [1.0, 1.0, 0.0, 0.0, 0.0, 0.0, 1.0, 0.0]
-    completions = ["2-5=-3", "2-3", "\N{MINUS SIGN}3", ":2,-3", "(2)-3", "=3"]
-    rewards = arithmetic_reward(prompts=[""] * 6, completions=completions, answer=["-3"] * 6)
-    assert rewards == [1.0, 0.0, 1.0, 1.0, 0.0, 0.0]
+@pytest.mark.parametrize(
+    ("answer", "right", "wrong"),
+    [
+        ("13", [":12,9,17,11,13", "=13", "=013"], ["=-13", "", "13 or 12", "=1" + "3" * 5000]),
+        ("-3", ["2-5=-3", "\N{MINUS SIGN}3", ":2,-3"], ["2-3", "(2)-3", "=3"]),
+    ],
+)
+def test_arithmetic_reward(answer, right, wrong):
+    n = len(right) + len(wrong)
+    rewards = arithmetic_reward(prompts=[""] * n, completions=right + wrong, answer=[answer] * n)
+    assert rewards == [1.0] * len(right) + [0.0] * len(wrong)
 
 
 def test_gsm8k_reward_needs_no_mark_and_no_exact_text():
@@ -138,13 +122,13 @@ def test_gsm8k_gold_without_a_number_is_refused():
     ],
 )
 def test_the_last_number_without_commas(text, official, ours):
-    assert (last_number_without_commas(text), gsm8k_answer(text)) == (official, ours)
+    assert (numeric.last_number_without_commas(text), gsm8k_answer(text)) == (official, ours)
 
 
 def test_rewards_and_the_prompt_are_those_of_the_code():
     gold = ["48+24\n#### 72", "#### 1,000"]
-    assert gsm8k_official_reward(["", ""], ["it is 72.", "a 1000 or 2"], gold) == [1.0, 0.0]
-    assert gsm8k_official_reward([""], ["no idea"], ["#### 3"]) == [0.0]
+    assert numeric.gsm8k_official_reward(["", ""], ["it is 72.", "a 1000 or 2"], gold) == [1.0, 0.0]
+    assert numeric.gsm8k_official_reward([""], ["no idea"], ["#### 3"]) == [0.0]
     prompt = GSM8KOfficial.text.format(question="1+1?")
     assert prompt == "[MATH TASK] Problem:\n1+1?\n\nSolution:\n"
 

@@ -144,16 +144,22 @@ def test_a_score_that_is_not_finite_is_a_named_failure(folder):
     assert (got.rewards, got.reasons) == ([None, -1.0], ["reward_nan", None])
 
 
-def test_what_is_no_reward_model_or_too_long_is_refused(folder, tmp_path):
-    shutil.copytree(GOLDEN / "gpt2_classifier", tmp_path / "two")
-    size = folders.load_config(tmp_path / "two")["vocab_size"]
-    write_word_tokenizer(tmp_path / "two", size, eos=1, pad=0)
-    with pytest.raises(ValueError, match="labels; wanted a .* with one label"):
-        load(tmp_path / "two")
-    shutil.copytree(GOLDEN / "gpt_neox", tmp_path / "lm")
-    write_word_tokenizer(tmp_path / "lm", size, eos=1, pad=0)
-    with pytest.raises(ValueError, match="has a language model's head; wanted a"):
-        load(tmp_path / "lm")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gpt2_classifier", "labels; wanted a .* one label"),
+        ("gpt_neox", "language model's head"),
+    ],
+)
+def test_what_is_no_reward_model_is_refused(tmp_path, name, message):
+    shutil.copytree(GOLDEN / name, tmp_path / name)
+    size = folders.load_config(tmp_path / name)["vocab_size"]
+    write_word_tokenizer(tmp_path / name, size, eos=1, pad=0)
+    with pytest.raises(ValueError, match=message):
+        load(tmp_path / name)
+
+
+def test_what_is_too_long_is_refused(folder):
     limit = load_folder(folder)[0].max_positions
     with pytest.raises(ValueError, match=f"has {limit} positions; a prompt with its response"):
         score(load(folder), [np.full(limit + 1, 3, np.int32)])
