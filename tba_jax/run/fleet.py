@@ -267,7 +267,9 @@ class _Fleet:
         self._ray, self._config, self._workdir = ray, config, workdir
         self._arguments = (config, workdir, secrets.token_hex(16))  # of every process
         bundle = parse_resources(config.fleet.trainer) or {}
-        self._group = placement_group([bundle] * config.fleet.trainer_hosts, strategy="SPREAD")
+        hosts = config.fleet.trainer_hosts
+        _print(f"waiting for {hosts} x {config.fleet.trainer} for the trainer (fleet.trainer)")
+        self._group = placement_group([bundle] * hosts, strategy="SPREAD")
         self._is_interrupted, self._num_restarts = False, 0
         self._failures: Counter[tuple[str, int]] = Counter()
         self._trainers: list[Any] = []  # actors; empty until the placement group is ready
