@@ -64,7 +64,10 @@ def check_one_line(done, text):
     [
         (replace_data_by_a_pipe, "rows.jsonl cannot be read (not a regular"),
         (cast_weights_to_int32, "(I32)"),
-        (lambda f: (f / "score.py").write_text("import os\nos._exit(1)"), "ended while it was st"),
+        (
+            lambda f: (f / "score.py").write_text("import os\nos._exit(1)"),
+            "its process ended (at its start",
+        ),
     ],
 )
 def test_an_unusable_file_of_the_user_is_one_line(spoil, text, tmp_path, cache):
