@@ -12,19 +12,17 @@ import json
 import os
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from etils import epath
 
 from tba_jax.config import schema as config_lib
 from tba_jax.config.command_line import versions
 from tba_jax.config.schema import Config
+from tba_jax.devices.cluster import Cluster, PeerError
 from tba_jax.run.errors import UserError
 from tba_jax.run.lock import HEARTBEAT, LOCK, Hold
 from tba_jax.storage.whole_files import UNFINISHED, read_json, write_json
-
-if TYPE_CHECKING:
-    from tba_jax.devices.cluster import Cluster
 
 CONFIG = "config.json"
 ADDRESS = "address"
@@ -207,7 +205,7 @@ def claim(workdir: Path, config: Config) -> Hold | None:
 
 
 def claim_together(
-    cluster: "Cluster", config: Config, workdir: Path, held: contextlib.ExitStack, owner: int = 0
+    cluster: Cluster, config: Config, workdir: Path, held: contextlib.ExitStack, owner: int = 0
 ) -> tuple[bool, Hold | None]:
     """Check that every process has the same command; the owner claims the directory for all.
 
@@ -223,15 +221,15 @@ def claim_together(
     """
     mine = {**_as_json(config), "workdir": str(workdir), "version": versions()}
     first, *others = cluster.gather_json(mine)
+    hold, refusal = None, ""
     for number, other in enumerate(others, 1):
         if wrong := [name for name in first if first[name] != other.get(name)]:
-            raise UserError(
+            refusal = (
                 f"process {number} was started with another command than process 0: "
                 + "; ".join(f"{x}: {first[x]!r} -> {other.get(x)!r}" for x in wrong)
                 + ". Start the same command on every host"
             )
-    hold, refusal = None, ""
-    if cluster.number == owner:
+    if cluster.number == owner and not refusal:
         try:
             if hold := claim(workdir, config):
                 held.enter_context(hold)
@@ -239,6 +237,8 @@ def claim_together(
             refusal = str(error)
     refusal, is_done = cluster.gather_json([refusal, hold is None])[owner]
     if refusal:
+        with contextlib.suppress(PeerError):  # process 0 ends after the others have read this
+            cluster.gather_json(None)
         raise UserError(refusal)
     if not workdir.is_dir():
         raise UserError(
