@@ -24,28 +24,6 @@ Readout = Callable[[Float[Array, "n t d"]], Float[Array, "n t"]]
 readout of the state that predicts each token."""
 
 
-def response_mask(
-    response_tokens: Int[Array, "p k t"],
-    response_lengths: Int[Array, "p k"],
-    scoring: Scoring,
-    is_sampled: Bool[Array, "p k t"] | None = None,
-) -> Bool[Array, "p k t"]:
-    """Return the positions that count in log pi(y|x): all sampled tokens, EOS included.
-
-    Args:
-        response_tokens: right-padded responses.
-        response_lengths: number of tokens of each response, EOS included.
-        scoring: whether EOS counts.
-        is_sampled: which tokens the policy sampled; None: every token of a response.
-    """
-    t = response_tokens.shape[-1]
-    mask = jnp.arange(t)[None, None] < response_lengths[..., None]
-    if scoring.mask_eos:
-        is_eos = jnp.isin(response_tokens, jnp.array(scoring.eos_ids, jnp.int32))
-        mask = mask & ~is_eos
-    return mask if is_sampled is None else mask & is_sampled
-
-
 def token_logprobs(
     params: Any,
     tokens: Int[Array, "p k s"],

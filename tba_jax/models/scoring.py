@@ -18,11 +18,9 @@ class Scoring:
 
     Attributes:
         temperature: sampling temperature, which divides the logits.
-        eos_ids: end-of-sequence IDs; used if `min_new_tokens` > 0 or `mask_eos`.
+        eos_ids: end-of-sequence IDs; used if `min_new_tokens` > 0.
         min_new_tokens: minimum length of a response. Earlier, `eos_ids` have probability 0, as in
             decoding, and the probabilities of the other tokens are renormalised.
-        mask_eos: whether to leave EOS out of the sum over a response, as the official GSM8K code
-            does, whose tokenizer pads with EOS.
         kept_bytes: logits up to this size, over all devices, are kept for the backward pass instead
             of recomputed.
         compute_dtype: name of the matmul input dtype; the log-softmax is always float32.
@@ -31,6 +29,5 @@ class Scoring:
     temperature: float = 1.0
     eos_ids: tuple[int, ...] = ()
     min_new_tokens: int = 0
-    mask_eos: bool = False
     kept_bytes: int = KEPT_BYTES
     compute_dtype: str = "float32"

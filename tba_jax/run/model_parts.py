@@ -75,7 +75,6 @@ def make_scoring(config: Config, eos_ids: tuple[int, ...]) -> Scoring:
         temperature=config.search.sampling_temperature,
         eos_ids=end_ids(config, eos_ids),
         min_new_tokens=config.search.min_new_tokens,
-        mask_eos=config.objective.mask_eos,
         compute_dtype=config.model.compute_dtype,
     )
 

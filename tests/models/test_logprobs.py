@@ -11,7 +11,7 @@ from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.flow.padding import left_pad
 from tba_jax.models import transformer
-from tba_jax.models.logprobs import response_mask, token_logprobs
+from tba_jax.models.logprobs import token_logprobs
 from tba_jax.models.scoring import Scoring
 
 CONFIG = tiny_config()
@@ -147,15 +147,6 @@ def test_padding_content_and_bucket_change_nothing(params, decoded):
         rtol=0,
         atol=BOUND,
     )
-
-
-def test_mask_eos_leaves_only_the_stop_decision_out():
-    tokens = jnp.array([[[5, EOS, 0], [5, 6, 7]]])
-    lengths = jnp.array([[2, 3]])
-    keep = response_mask(tokens, lengths, Scoring(eos_ids=(EOS,)))
-    drop = response_mask(tokens, lengths, Scoring(eos_ids=(EOS,), mask_eos=True))
-    assert keep.tolist() == [[[True, True, False], [True, True, True]]]
-    assert drop.tolist() == [[[True, False, False], [True, True, True]]]
 
 
 def test_a_least_length_renormalises_as_the_decoder_does(params):
