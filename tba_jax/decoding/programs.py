@@ -244,7 +244,18 @@ def run_chunk(
             recent=recent,
         )
 
-    first = _first_carry(history, slots, num_steps, pad_id, config)
+    empty = kv_cache.empty_layers(config, len(slots.last), num_steps, compute_dtype)
+    first = _Carry(
+        step=jnp.int32(0),
+        last=jnp.asarray(slots.last),
+        count=jnp.asarray(slots.count),
+        is_live=jnp.asarray(slots.is_live),
+        tokens=jnp.full((num_steps, len(slots.last)), pad_id, jnp.int32),
+        logprobs=jnp.zeros((num_steps, len(slots.last)), jnp.float32),
+        recent=tuple(
+            old if isinstance(old, State) else new for old, new in zip(history, empty, strict=True)
+        ),
+    )
     last = jax.lax.while_loop(
         lambda carry: (carry.step < num_steps) & jnp.any(carry.is_live), body, first
     )
@@ -288,29 +299,6 @@ def _over_caches(
         return out[:, 0], jax.tree.map(of_live, before, state)
 
     return attend, mix
-
-
-def _first_carry(
-    history: tuple[LayerCache, ...],
-    slots: Slots,
-    num_steps: int,
-    pad_id: int,
-    config: TransformerConfig,
-) -> _Carry:
-    """Return the carry with empty keys and values, and with the states of the history."""
-    n, dtype = len(slots.last), kv_cache.of_attention(history).keys.dtype
-    empty = kv_cache.empty_layers(config, n, num_steps, dtype)
-    return _Carry(
-        step=jnp.int32(0),
-        last=jnp.asarray(slots.last),
-        count=jnp.asarray(slots.count),
-        is_live=jnp.asarray(slots.is_live),
-        tokens=jnp.full((num_steps, n), pad_id, jnp.int32),
-        logprobs=jnp.zeros((num_steps, n), jnp.float32),
-        recent=tuple(
-            old if isinstance(old, State) else new for old, new in zip(history, empty, strict=True)
-        ),
-    )
 
 
 def _appended(

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keys, values and states of the layers in the decoder's cache."""
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -64,11 +63,6 @@ def abstract_layers(
 ) -> tuple[LayerCache, ...]:
     """Return `empty_layers` as ShapeDtypeStructs."""
     return jax.eval_shape(lambda: empty_layers(config, num_slots, length, dtype))
-
-
-def of_attention(caches: Sequence[LayerCache]) -> KVCache:
-    """Return the cache of the first layer with keys and values."""
-    return next(cache for cache in caches if isinstance(cache, KVCache))
 
 
 def cache_axes(sharding: NamedSharding | None) -> tuple[Any, Any]:
