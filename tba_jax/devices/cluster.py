@@ -157,7 +157,7 @@ class Cluster:
             jax.distributed.shutdown()
 
 
-def start(address: Address, *, num_cpu_devices: int, heartbeat_s: int, shutdown_s: int) -> Cluster:
+def start(address: Address, *, heartbeat_s: int, shutdown_s: int) -> Cluster:
     """Connect to the other processes; call before the first use of a device.
 
     Args:
@@ -171,12 +171,9 @@ def start(address: Address, *, num_cpu_devices: int, heartbeat_s: int, shutdown_
         return Cluster()
     import jax
 
-    # This option and the number of devices concern the CPU backend only.
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     # SIGTERM goes to this project's handler, which informs the other processes by a message.
     jax.config.update("jax_enable_preemption_service", False)
-    if num_cpu_devices > 1 and jax.config.jax_num_cpu_devices < 1:
-        jax.config.update("jax_num_cpu_devices", num_cpu_devices)
     known = address.num_processes > 0
     # Processes of one machine use a loopback address, which other machines cannot reach.
     is_local = is_loopback(address.coordinator.rpartition(":")[0])

@@ -62,10 +62,7 @@ class MeshShape(NamedTuple):
 
     @property
     def num_param_parts(self) -> int:
-        """Number of parts into which devices divide the parameters.
-
-        With `data`, devices hold copies. With `expert`, so do they for parameters outside experts.
-        """
+        """Number of parts of the parameters; with `expert` the parameters of experts only."""
         return self.size // self.data
 
     @property
@@ -92,13 +89,7 @@ def trainer_mesh(devices: Any, shape: MeshShape) -> "Mesh":
 
 
 class Asked(NamedTuple):
-    """Devices that a config requests.
-
-    Attributes:
-        mesh: shape of the trainer's mesh.
-        num_searchers: number of searchers of all processes.
-        searcher_devices: number of devices of each searcher.
-    """
+    """Devices that a config requests; `num_searchers` counts those of all processes."""
 
     mesh: MeshShape
     num_searchers: int
@@ -110,7 +101,6 @@ class Division(NamedTuple):
 
     Attributes:
         placement: the placement; not auto.
-        mesh: shape of the trainer's mesh.
         trainer: the trainer's devices; devices of one process are adjacent.
         groups: devices of each searcher of one process; equal for searchers that share devices.
         first_searcher: index of that process's first searcher in the run.
@@ -131,7 +121,7 @@ class Division(NamedTuple):
 
     @property
     def trainer_mesh(self) -> "Mesh":
-        """Mesh of the trainer."""
+        """Mesh of the trainer, of the shape `mesh`."""
         return trainer_mesh(self.trainer, self.mesh)
 
     @property
@@ -176,9 +166,8 @@ def divide(
     """
     devices = sorted(devices, key=lambda d: (d.process_index, d.id))
     hosts, mesh, each = hosts_of(devices), asked.mesh, asked.searcher_devices
-    if len(hosts) > 1 and placement not in ("hosts", "fleet"):
-        if mesh.data == 1 and mesh.size % len(hosts):
-            mesh = mesh._replace(data=len(hosts))
+    if placement not in ("hosts", "fleet") and mesh.data == 1 and mesh.size % len(hosts):
+        mesh = mesh._replace(data=len(hosts))
     options = [placement]
     if placement == "auto":
         is_apart = len(devices) >= mesh.size + asked.num_searchers * each
@@ -216,12 +205,9 @@ def divide(
             f"{len(own)}. Lower num_searchers, search.num_devices or the trainer's mesh, or "
             "set --config.placement=shared"
         )
-    total = num_searchers * len(searching)
-    if not searches:
-        return Division(placement, mesh, trainer, (), 0, total)
-    of_searchers = tuple(groups[s % len(groups)] for s in range(num_searchers))
-    first = searching.index(process_index) * num_searchers
-    return Division(placement, mesh, trainer, of_searchers, first, total)
+    of_searchers = tuple(groups[s % len(groups)] for s in range(num_searchers) if searches)
+    first, total = searching.index(host) * num_searchers, num_searchers * len(searching)
+    return Division(placement, mesh, trainer, of_searchers, first if searches else 0, total)
 
 
 def _misfit(options: Sequence[str], devices: Sequence[Any], mesh: MeshShape) -> PlacementError:
@@ -232,15 +218,15 @@ def _misfit(options: Sequence[str], devices: Sequence[Any], mesh: MeshShape) -> 
 
     sizes = [n for n in range(1, len(devices) + 1) if any(fits(p, n) for p in options)]
     others = {"shared", "split", "hosts"} - set(options)
-    remedies = [f"set the product to one of {sizes}"] if sizes else []
-    remedies += [f"set --config.placement={p}" for p in sorted(others) if fits(p, mesh.size)]
-    remedy = ", or ".join(remedies) or "give the run more devices"
+    remedies = [f"Set the product to one of {sizes}"] if sizes else []
+    remedies += [f"Set --config.placement={p}" for p in sorted(others) if fits(p, mesh.size)]
     kind = getattr(devices[0], "device_kind", "") or devices[0].platform
     hosts = len(hosts_of(devices))
     return PlacementError(
         f"config.mesh = {mesh}: mesh.data x mesh.fsdp x mesh.expert x mesh.model = {mesh.size} "
         f"trainer devices do not fit placement={' or '.join(options)} on {hosts} host(s) with "
-        f"{len(devices) // hosts} {kind} devices each. {remedy[0].upper()}{remedy[1:]}"
+        f"{len(devices) // hosts} {kind} devices each. "
+        f"{'. Or: '.join(remedies) or 'Give the run more devices'}"
     )
 
 

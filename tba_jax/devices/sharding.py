@@ -75,10 +75,7 @@ def partition_spec(
         ValueError: two axes of the array map to one mesh axis, or a size does not divide.
     """
     sizes = {axis: n for axis, n in zip(axes, shape, strict=True) if axis and axis in rules}
-    divides = {
-        axis: (rules[axis].mesh_axis,) if rules[axis].mesh_axis in mesh.shape else ()
-        for axis in sizes
-    }
+    divides = {axis: tuple({rules[axis].mesh_axis} & {*mesh.shape}) for axis in sizes}
     for axis, size in sizes.items():
         if (other := rules[axis].instead_of) in divides:
             names = divides[axis] + divides[other]
@@ -86,7 +83,7 @@ def partition_spec(
                 divides |= {axis: names, other: ()}
     spec: list[str | tuple[str, ...] | None] = []
     for axis, size in zip(axes, shape, strict=True):
-        names = divides.get(axis, ()) if axis else ()
+        names = divides.get(axis or "")
         if axis is None or not names:
             spec.append(None)
             continue

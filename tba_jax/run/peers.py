@@ -30,15 +30,10 @@ def start_cluster(config: Config, address: Address | None = None) -> Cluster:
         PeerError: the other processes do not join.
         UserError: JAX has started already, with too few devices.
     """
-    if address is not None and address.num_processes != 1:
-        return clusters.start(
-            address,
-            num_cpu_devices=cpu_devices(config, max(1, address.num_processes)),
-            heartbeat_s=HEARTBEAT_S,
-            shutdown_s=int(config.log.watchdog_s),
-        )
-    divide_cpu(cpu_devices(config))
-    return Cluster()
+    address = address or Address()
+    divide_cpu(cpu_devices(config, max(1, address.num_processes)))
+    shutdown_s = int(config.log.watchdog_s)
+    return clusters.start(address, heartbeat_s=HEARTBEAT_S, shutdown_s=shutdown_s)
 
 
 def divide_cpu(num_devices: int) -> None:

@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Digests of the files of a folder, to detect files that changed after they were written.
+"""Digests of the files of a folder: storage may return other bits than Orbax wrote.
 
-Storage sometimes returns other bits than were written, and neither Orbax nor TensorStore checks. A
-digest is the CRC-32C of a file. It detects accidents, not deliberate changes. Digests of files are
-valid for every mesh, unlike digests of array shards.
+A digest is the CRC-32C of a file. It detects accidents, not deliberate changes.
 Invariant: `damage` names every listed file whose content changed (tests/storage/test_digests.py).
 """
 

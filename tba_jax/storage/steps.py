@@ -24,7 +24,6 @@ NUM_KEPT = 2
 """Number of newest folders that stay in storage."""
 TIMEOUT_S = 600
 """Time in seconds after which an incomplete save counts as failed."""
-_POLL_S = 0.01
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
 
@@ -60,12 +59,8 @@ class SavedSteps:
         members: numbers in `jax.distributed` of the processes that save and restore together; the
             first writes shared files. None: this process alone.
         timeout_s: seconds after which an incomplete save counts as failed.
-        read_only: True for processes that only read.
         wanted: returns steps that stay in addition to the newest ones.
         before_commit: called in the first process before a folder becomes complete.
-
-    Attributes:
-        folder: as given, absolute.
     """
 
     def __init__(
@@ -122,13 +117,10 @@ class SavedSteps:
         )
 
     def _finish_files(self) -> None:
-        """Write small files and digests; Orbax calls this in the first process before the commit.
-
-        In an object store the files have their final names, and a commit file appears last.
-        """
+        """Write small files and digests, in the first process before Orbax commits the folder."""
         final = self.path(self._saving or 0)
         writing = final.with_name(final.name + _UNFINISHED)
-        folder = writing if writing.exists() else final
+        folder = writing if writing.exists() else final  # objects have their final names at once
         self._write_files(folder)
         self._before_commit()
         digests.write(folder, self.run_id)
@@ -176,8 +168,6 @@ class SavedSteps:
     def wait(self, timeout_s: float | None = None) -> None:
         """Block until the current save is complete.
 
-        Orbax limits the time of its barriers, but not of a write to storage that hangs.
-
         Args:
             timeout_s: longest wait; None: the timeout of saves.
 
@@ -187,10 +177,11 @@ class SavedSteps:
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
         with self._write_errors():
+            # Orbax limits the time of its barriers, but not of a write to storage that hangs.
             while self._manager.is_saving_in_progress():
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"not complete after {limit_s:.0f} s")
-                time.sleep(_POLL_S)
+                time.sleep(0.01)
             self._manager.wait_until_finished()
 
     @contextlib.contextmanager
@@ -202,9 +193,9 @@ class SavedSteps:
             complete = [step for step in self._manager.all_steps() if step != self._saving]
             where = self.folder if self._saving is None else self.path(self._saving)
             raise self._error(
-                f"writing {where} failed: {type(error).__name__}: {brief(error)}. Complete "
-                f"{self.folder.name}: {complete or 'none'}. Free space or repair the storage, then "
-                "run the same command again to continue from the newest checkpoint"
+                f"writing {where} failed: {_brief(error)}. Complete {self.folder.name}: "
+                f"{complete or 'none'}. Free space or repair the storage, then run the same "
+                "command again to continue from the newest checkpoint"
             ) from error
 
     def read(self, step: int, abstract: Any) -> Any:
@@ -222,10 +213,8 @@ class SavedSteps:
         except Exception as error:  # broad: damaged files raise errors of Orbax, json and others
             # Orbax raises a bare Exception for a damaged array; the cause is TensorStore's error.
             cause = error.__cause__ if type(error) is Exception and error.__cause__ else error
-            raise self._error(
-                f"{self.path(step)} cannot be read: {type(cause).__name__}: {brief(cause)}. "
-                f"{self._way_out(step)}"
-            ) from error
+            why = f"cannot be read: {_brief(cause)}"
+            raise self._error(f"{self.path(step)} {why}. {self._way_out(step)}") from error
 
     def damaged(self, step: int, found: Sequence[str]) -> Exception:
         """Return the error for a folder with damaged files, as `damage` describes them."""
@@ -255,8 +244,7 @@ def _children(folder: epath.Path) -> list[epath.Path]:
     return [x for x in folder.iterdir() if not os.path.islink(x)] if folder.is_dir() else []
 
 
-def brief(error: BaseException) -> str:
-    """Return the first line of an error's text, shortened in the middle."""
+def _brief(error: BaseException) -> str:
+    """Return the type and the first line of an error, without TensorStore's long description."""
     line = (str(error).strip().splitlines() or ["(no message)"])[0]
-    line = line.split(" [tensorstore_spec=")[0]  # drop TensorStore's long description
-    return line if len(line) <= 400 else f"{line[:150]} ... {line[-240:]}"
+    return f"{type(error).__name__}: {line.split(' [tensorstore_spec=')[0][:400]}"
