@@ -73,7 +73,7 @@ def test_evaluate_takes_overrides(capsys):
 
 
 ADDRESS = "gs://bucket/run"
-MOUNT = "is an address; wanted a folder. Mount the bucket (gcsfuse) or a share"
+MOUNT = "is an address; wanted a folder. Mount the bucket (gcsfuse) and give"
 
 
 @pytest.mark.parametrize(
