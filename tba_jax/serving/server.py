@@ -188,7 +188,6 @@ class Application:
         ]
         routes += [
             Route(f"{prefix}/v1/models", self._models),
-            Route(f"{prefix}/v1/models/{{model:path}}", self._models),
             Route("/health", self._health),
             Route("/server_info", self._server_info),
         ]
@@ -232,12 +231,7 @@ class Application:
             "owned_by": "tba_jax",
             "max_model_len": self._served.max_length,
         }
-        name = request.path_params.get("model")
-        if name is None:
-            return JSONResponse({"object": "list", "data": [card]})
-        if name != self._served.model:
-            raise ApiError(f"there is no model {name!r:.80}", status=404, code="model_not_found")
-        return JSONResponse(card)
+        return JSONResponse({"object": "list", "data": [card]})
 
     def _check_write(self, request: Request) -> None:
         """Refuse content types that a web page may send to this machine (CORS)."""

@@ -7,7 +7,7 @@ import pytest
 from commands import SYNC, lines, run
 
 from tba_jax.run.model_parts import START_MODEL
-from tests.serving.faulty_server import FaultyServer
+from tests.serving.served_model import FaultyServer
 
 # The limit of a command is 600 s. serving/test_vllm.py has the parts.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]

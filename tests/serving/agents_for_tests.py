@@ -82,7 +82,7 @@ def misbehave(base_url, row):
         case "no turn":
             return 1.0
         case "two at once":
-            for _ in range(2):
+            for _ in range(16):
                 threading.Thread(target=refused, args=(base_url, prompt)).start()
             time.sleep(1000)
         case "nonsense":

@@ -3,6 +3,7 @@
 
 import dataclasses
 import time
+import types
 from pathlib import Path
 
 import jax
@@ -30,26 +31,6 @@ FILE = Path(__file__).with_name("agents_for_tests.py")
 LIMIT = 48
 
 
-@dataclasses.dataclass
-class Model:
-    config: object
-    params: object
-    tokenizer: Tokenizer
-    settings: object
-    decoder: object
-
-    def session(self):
-        params = unstack_layers(self.params, self.config)
-        return self.decoder.session(
-            params, num_slots=4, prefill_prompts=4, version=3, keeps_caches=True
-        )
-
-    def other_params(self):
-        """Weights of the next version, a little different."""
-        params = jax.tree.map(lambda x: x * 1.02, self.params)
-        return params, unstack_layers(params, self.config)
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     template = (
@@ -62,7 +43,9 @@ def model(tmp_path_factory):
     changes = {"task.max_prompt_tokens": 12, "task.environment": f"{FILE}:talk"}
     changes |= {"search.max_new_tokens": LIMIT}
     settings = make_config({**changes, "reward.timeout_s": 2.0, "search.num_slots": 4})
-    return Model(config, params, tokenizer, settings, make_decoder(settings, config, tokenizer))
+    decoder = make_decoder(settings, config, tokenizer)
+    names = {"params": params, "tokenizer": tokenizer, "settings": settings, "decoder": decoder}
+    return types.SimpleNamespace(config=config, **names)
 
 
 def bound(model):
@@ -76,7 +59,10 @@ def pool_of(model, name):
 
 def drawn(model, environments, rows, *, max_turns=8, swap=None):
     """The episodes of the rows, in order; weights change to `swap` after the first turns."""
-    inner = model.session()
+    params = unstack_layers(model.params, model.config)
+    inner = model.decoder.session(
+        params, num_slots=4, prefill_prompts=4, version=3, keeps_caches=True
+    )
     environments.max_turns = max_turns
     session = EpisodeSession(inner, environments)
     for i, (row, key) in enumerate(zip(rows, row_keys(jax.random.key(5), len(rows)), strict=True)):
@@ -138,7 +124,8 @@ def test_every_sampled_token_has_the_log_prob_that_the_scorer_gives_it(model, ta
 
 
 def test_turns_after_a_weight_change_have_the_log_probs_of_the_new_weights(model):
-    other, swap = model.other_params()
+    other = jax.tree.map(lambda x: x * 1.02, model.params)
+    swap = unstack_layers(other, model.config)
     environments = pool_of(model, "talk")
     try:
         environments.check()

@@ -8,8 +8,7 @@ import jax
 import numpy as np
 import pytest
 from fake_models import START_MODEL_LOGIT, logprob_bound
-from faulty_server import FaultyServer
-from served_model import NUM_SLOTS, ServedAdapters
+from served_model import NUM_SLOTS, FaultyServer, ServedAdapters
 
 from tba_jax.decoding.keys import fold_in
 from tba_jax.decoding.requests import SamplingSettings
