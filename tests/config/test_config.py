@@ -121,7 +121,6 @@ def test_no_field_is_dead():
             {"replay.max_staleness": 1, "sync_period": 4},
             "are up to 3 steps stale at their",
         ),
-        ({"task.data_path": "/no/such/folder"}, "no such folder or file"),
         ({"task.name": "custom"}, "task.data_path = '': task custom needs data"),
         (
             {"task.reward": "a:f,b:g", "task.reward_weights": (1.0,)},
@@ -132,7 +131,6 @@ def test_no_field_is_dead():
             {"task.name": "redteam", "victim.template": "{question}"},
             r"must contain \{attack\} once",
         ),
-        ({"search.engine": "openai"}, "config.search.engine = 'openai': must be devices or a URL"),
         ({"search.engine": SERVER}, f"config.search.engine = '{SERVER}': the server receives the"),
         (
             {"search.engine": SERVER, "lora.rank": 4, "search.top_p": 0.9},

@@ -60,14 +60,11 @@ def test_a_preset_that_is_unknown_or_given_twice_is_refused(given, message):
         ({"beta": 0.0}, "beta = 0.0: objective.name=tb divides by beta"),
         ({"name": "rloo", "beta": 0.0}, None),
         ({"name": "rloo", "log_z": "learned"}, "log_z = 'learned': objective.name=rloo has no"),
-        ({"name": "dapo", "beta": 0.0}, None),
         (
             {"kl_center": "behavior", "log_z": "learned"},
             "kl_center = 'behavior': a learned log Z has no log-ratio to centre",
         ),
         ({"epochs": 2}, "epochs = 2: objective.name=tb has no such setting; it has scale"),
-        ({"name": "dapo", "epochs": 4}, "epochs = 4: .*it has clip_low, clip_high"),
-        ({"name": "ppo", "epochs": 3}, None),
     ],
 )
 def test_switches_that_mean_nothing_together_are_refused(fields, message):
