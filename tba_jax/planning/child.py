@@ -22,7 +22,7 @@ import jax
 from jax.sharding import Mesh
 
 from tba_jax.config.resolved import cpu_devices, remat_of
-from tba_jax.config.schema import Config, get_field, replace
+from tba_jax.config.schema import Config, flatten, replace
 from tba_jax.devices.platform import platform_of
 from tba_jax.devices.sharding import batch_axes
 from tba_jax.models.hf import config_json
@@ -37,12 +37,8 @@ from tba_jax.run.peers import divide_cpu
 _CODE = "from tba_jax.planning.child import main; main()"
 ROWS, SLOTS, REMAT = "batch.micro_batch_rows", "search.num_slots", "model.remat"
 _TIMEOUT_S = 1800  # of each process
-_REMEDY = (
-    "Set other mesh sizes or another --config.placement; docs/plan.md lists what each chip accepts"
-)
+_REMEDY = "Set other mesh sizes or another --config.placement; docs/plan.md has those of each chip"
 _ERROR = re.compile(r"[\w.]*(?:Error|Exception|Interrupt)(?::|$)")
-_TOO_LARGE = re.compile(r"(?:total memory required|Used)[^()]*\(?([\d.]+)([KMGT])")
-_UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 class Request(NamedTuple):
@@ -105,24 +101,19 @@ def _failed(request: Request, **fields: Any) -> Program:
 
 def _reason(returncode: int, stderr: str, seconds: float) -> dict[str, Any]:
     """Return the fields of a `Program` that describe why a child process failed."""
-    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()] or ["no output"]
     if returncode < 0:
         checks = [line for line in lines if "Check failed" in line or line.startswith("F0")]
-        reason = checks[0] if checks else (lines[-1] if lines else "no output")
-        name = {-6: "aborted", -9: "was killed (host memory may have run out)"}.get(
-            returncode, f"ended with signal {-returncode}"
-        )
-        told = f"the compiler {name} after {seconds:.0f} s: {_brief(reason)}"
-        return {"failure": f"{told}. {_REMEDY}" if returncode == -6 else told}
+        how = {-6: "aborted", -9: "was killed (host memory may have run out)"}
+        name = how.get(returncode, f"ended with signal {-returncode}")
+        reason = _brief([*checks, lines[-1]][0])
+        remedy = f". {_REMEDY}" if returncode == -6 else ""
+        return {"failure": f"the compiler {name} after {seconds:.0f} s: {reason}{remedy}"}
     if exhausted := [line for line in lines if "RESOURCE_EXHAUSTED" in line]:
-        found = _TOO_LARGE.search(exhausted[-1])
-        return {
-            "failure": _brief(exhausted[-1].split("RESOURCE_EXHAUSTED:", 1)[1].strip()),
-            "is_too_large": True,
-            "needed_bytes": float(found[1]) * _UNITS[found[2]] if found else 0.0,
-        }
+        reason = exhausted[-1].split("RESOURCE_EXHAUSTED:")[-1].strip()
+        return {"failure": _brief(reason), "is_too_large": True}
     errors = [line for line in lines if _ERROR.match(line)]
-    return {"failure": _brief((errors or lines or [f"exit code {returncode}"])[-1])}
+    return {"failure": _brief((errors or lines)[-1])}
 
 
 def _brief(line: str) -> str:
@@ -152,8 +143,7 @@ def answer(request: Request) -> Facts | Program:
     if request.program is None:
         chip = chip or chips.attached_chip(devices)
         return _describe(request, config, model_config, devices, chip)
-    placement = layouts.place(config, devices).placement
-    found = plan_programs(config, model_config, placement)
+    found = plan_programs(config, model_config, layouts.place(config, devices))
     return _compile(next(p for p in found if p.program.name == request.program.name))
 
 
@@ -165,31 +155,28 @@ def _describe(
     chip: Chip,
 ) -> Facts:
     """Return placement, resident memory and programs of a run."""
-    given = config
+    given = flatten(config)
     if request.chooses and config.placement != "hosts":
         if ROWS not in request.fixed:
             config = replace(config, {ROWS: 0})
-        config, choice = layouts.choose(config, model_config, devices, chip.usable_bytes)
-        fields = layouts.changes(given, config)
+        config, found = layouts.choose(config, model_config, devices, chip.usable_bytes)
     else:
         config = choices.on_devices(config, model_config, devices, chip.usable_bytes)
-        fields = {name: get_field(config, name) for name, _ in config.chosen}
-        choice = layouts.place(config, devices)
-    placement = choice.placement
-    trainer, searcher = groups_of(config, model_config, placement)
+        found = layouts.place(config, devices)
+    trainer, searcher = groups_of(config, model_config, found)
     return Facts(
         config=config,
-        changed_fields=fields,
+        changed_fields={name: x for name, x in flatten(config).items() if given[name] != x},
         chip=chip,
         num_devices=len(devices),
         num_hosts=len({d.process_index for d in devices}),
-        layout=choice.name,
-        shares_devices=choice.shares_devices,
+        layout=found.placement,
+        shares_devices=found.shares_devices,
         num_params=num_params(model_config),
         trainer=trainer,
-        searcher=searcher._replace(count=choice.num_groups),
-        lower=lowered(config, placement.trainer_mesh, request.fixed),
-        programs=[p.program for p in plan_programs(config, model_config, placement)],
+        searcher=searcher._replace(count=found.num_searchers),
+        lower=lowered(config, found.trainer_mesh, request.fixed),
+        programs=[p.program for p in plan_programs(config, model_config, found)],
     )
 
 

@@ -185,36 +185,24 @@ class Topology:
         from jax.experimental import topologies
 
         shape = "x".join(map(str, self.shape))
+        options: dict[str, Any] = {"platform": "tpu", "topology_name": f"{self.chip.name}:{shape}"}
+        needs = f"{_WANTED}; libtpu must be installed (pip install libtpu)"
         if self.gpu is not None:
-            try:
-                found = topologies.get_topology_desc(
-                    platform="cuda",
-                    topology_name="",
-                    target_config=self.gpu.target(),
-                    topology=f"1x{shape}",
-                )
-            except NotImplementedError as error:
-                raise ValueError(
-                    f"--topology={self.text}: needs JAX's CUDA plugin, which compiles also for "
-                    "GPUs that are not attached. Install it: pip install 'tba_jax[cuda]' (no GPU "
-                    "or driver is needed)"
-                ) from error
-            return list(found.devices)
-        for name, value in NO_TPU.items():
-            os.environ.setdefault(name, value)
-        options: dict[str, Any] = {}
+            options = {"platform": "cuda", "topology_name": "", "topology": f"1x{shape}"}
+            options["target_config"] = self.gpu.target()
+            needs = (
+                "it needs JAX's CUDA plugin, which compiles also for GPUs that are not attached. "
+                "Install it: pip install 'tba_jax[cuda]' (no GPU or driver is needed)"
+            )
         if self.chips_per_host:
             options["chips_per_host_bounds"] = _HOST_BOUNDS[self.chips_per_host]
-        name = f"{self.chip.name}:{shape}"
+        for name, value in NO_TPU.items():
+            os.environ.setdefault(name, value)
         try:
-            found = topologies.get_topology_desc(platform="tpu", topology_name=name, **options)
+            return list(topologies.get_topology_desc(**options).devices)
         except Exception as error:
-            reason = str(error).splitlines()[0]
-            raise ValueError(
-                f"--topology={self.text}: {reason}; {_WANTED}; libtpu must be installed (pip "
-                "install libtpu)"
-            ) from error
-        return list(found.devices)
+            reason = [*str(error).splitlines(), type(error).__name__][0]
+            raise ValueError(f"--topology={self.text}: {reason}; {needs}") from error
 
 
 def parse_topology(text: str) -> Topology:
@@ -230,6 +218,9 @@ def parse_topology(text: str) -> Topology:
     if not match:
         raise ValueError(f"--topology={text}: not a slice; {_WANTED}")
     name, shape, per_host = match[1], tuple(map(int, match[2].split("x"))), int(match[3] or 0)
+    if name not in TPUS | GPUS:
+        known = ", ".join((*TPUS, *GPUS))
+        raise ValueError(f"--topology={text}: unknown chip {name!r}; known chips: {known}")
     if name in GPUS:
         hosts, gpus = (1, *shape)[-2:]
         if match[3] or len(shape) > 2 or not hosts or not 0 < gpus <= _MOST_GPUS:
@@ -238,33 +229,27 @@ def parse_topology(text: str) -> Topology:
                 f"or {name}:HOSTSxGPUS, such as {name}:8 or {name}:2x8"
             )
         return Topology(text, GPUS[name].chip(), (hosts, gpus), gpu=GPUS[name])
-    if name not in TPUS:
-        known = ", ".join((*TPUS, *GPUS))
-        raise ValueError(f"--topology={text}: unknown chip {name!r}; known chips: {known}")
+    per_hosts = (0, 1, 4) if name == "v5p" else (0, 1, 4, 8)
+    if per_host not in per_hosts:
+        known = " or ".join(map(str, per_hosts[1:]))
+        raise ValueError(f"--topology={text}: {per_host} chips per host; {name} hosts have {known}")
     if len(shape) != (3 if name == "v5p" else 2):
         raise ValueError(f"--topology={text}: wrong number of axes for a {name} slice; {_WANTED}")
-    if per_host and per_host not in _HOST_BOUNDS:
-        raise ValueError(f"--topology={text}: {per_host} chips per host; TPU hosts have 1, 4 or 8")
-    if per_host == 8 and name == "v5p":
-        raise ValueError(f"--topology={text}: hosts of v5p have 4 chips, not 8")
     return Topology(text, TPUS[name], shape, per_host)
+
+
+def memory_bytes(devices: Sequence[Any]) -> float:
+    """Return the memory of an attached device; CPU devices share the memory of the machine."""
+    limit = (devices[0].memory_stats() or {}).get("bytes_limit")
+    return limit or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(devices)
 
 
 def attached_chip(devices: Sequence[Any]) -> Chip:
     """Return the chip of attached devices; rates of GPUs from the table, other rates measured."""
-    device = devices[0]
-    stats = device.memory_stats() if device.platform != "cpu" else None
-    memory = stats.get("bytes_limit", 0) if stats else 0
+    kind, memory, n = devices[0].device_kind, float(memory_bytes(devices)), len(devices)
     for name, gpu in GPUS.items():
-        if name.upper() in device.device_kind:
-            if not memory:
-                return gpu.chip()
-            # The limit of this process's allocator replaces the estimated memory.
+        if name.upper() in kind:  # the limit of this process's allocator is the memory
             overheads = {_ALLOCATOR: _SLACK * memory}
-            return dataclasses.replace(gpu.chip(), hbm_bytes=float(memory), overheads=overheads)
-    if not memory:  # All CPU devices share the machine's memory.
-        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(devices)
-    rates, n = roofline.measure_rates("float32", 2**28), len(devices)
-    return Chip(
-        device.device_kind, float(memory), rates.flops_per_s / n, rates.bytes_per_s / n, True
-    )
+            return dataclasses.replace(gpu.chip(), hbm_bytes=memory, overheads=overheads)
+    rates = roofline.measure_rates("float32", 2**28)
+    return Chip(kind, memory, rates.flops_per_s / n, rates.bytes_per_s / n, is_measured=True)

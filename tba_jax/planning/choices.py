@@ -8,7 +8,6 @@ the placement, which a resumed run may change, is chosen again if it does not su
 
 import dataclasses
 import math
-import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,7 @@ from tba_jax.devices.config import parse_resources
 from tba_jax.devices.placement import PlacementError, divide, hosts_of
 from tba_jax.devices.platform import platform_of
 from tba_jax.models.transformer import TransformerConfig, num_params
-from tba_jax.planning import estimates, layouts, sizes
+from tba_jax.planning import chips, estimates, layouts, sizes
 from tba_jax.run.model_parts import describe_model
 from tba_jax.run.peers import start_cluster
 from tba_jax.search.prompts import text_of
@@ -36,25 +35,16 @@ LENGTHS = ("task.max_prompt_tokens", "search.max_new_tokens", "task.num_eval_pro
 _LOOKED_AT = 2000  # number of prompts whose length is measured, evenly spaced
 _MULTIPLE = 32  # programs are compiled for few lengths
 _HELD_OUT_SHARE = 5  # at most one in five rows is held out
-_PLACEMENT = (
-    "num_searchers",
-    "placement",
-    "mesh.data",
-    "mesh.fsdp",
-    "mesh.expert",
-    "mesh.model",
-    "search.num_devices",
-)
-_DTYPE = "model.compute_dtype"
+_MESH = ("mesh.data", "mesh.fsdp", "mesh.expert", "mesh.model", "search.num_devices")
+_PLACEMENT = ("num_searchers", "placement", *_MESH)
 _RATE = "optimizer.learning_rate"
-_ROWS = "batch.micro_batch_rows"
 _OPEN: dict[str, tuple[Any, tuple[str, ...]]] = {
     "task.max_prompt_tokens": (0, LENGTHS),
     "num_searchers": (0, _PLACEMENT),
-    _DTYPE: ("auto", (_DTYPE,)),
+    "model.compute_dtype": ("auto", ("model.compute_dtype",)),
     "search.num_slots": (0, ("search.num_slots",)),
     _RATE: (Schedule(0.0), (_RATE,)),
-    _ROWS: (0, (_ROWS,)),
+    "batch.micro_batch_rows": (0, ("batch.micro_batch_rows",)),
     "model.remat": ("auto", ("model.remat",)),
 }
 """Setting -> the value that requests a choice, and the settings that are then chosen."""
@@ -85,13 +75,15 @@ def choose(config: Config, saved: Mapping[str, Any], *, is_job: bool = False) ->
     """
     if saved:
         return _as_saved(config, saved, is_job)
-    if not config.task.max_prompt_tokens:
-        changed, reason = with_lengths(config)
-        config = _chosen(config, {name: get_field(changed, name) for name in LENGTHS}, reason)
+    changed, reason = with_lengths(config)
+    config = _chosen(config, {name: get_field(changed, name) for name in LENGTHS}, reason)
     if config.optimizer.learning_rate == Schedule(0.0):
         config = _with_rate(config)
     if config.placement == "fleet":  # the searchers' devices belong to other processes
-        return _on_absent_devices(config)
+        has_accelerator = {"GPU", "TPU"} & (parse_resources(config.fleet.trainer) or {}).keys()
+        config = for_platform(config, "accelerators" if has_accelerator else "cpu")
+        fields = {"num_searchers": config.num_searchers or 1}
+        return _chosen(config, fields, "one searcher for each process of searchers")
     if is_job or not open_settings(config):
         return config
     start_cluster(config)
@@ -109,10 +101,9 @@ def choose_together(config: Config, cluster: "Cluster", saved: Mapping[str, Any]
     import jax
 
     facts: dict[str, Any] = {}
-    if cluster.is_primary and not saved and open_settings(config):
+    if cluster.is_primary and not saved and (names := open_settings(config)):
         found = _on_attached(config, jax.devices())
-        facts = {name: get_field(found, name) for name in open_settings(config)}
-        facts = {"fields": facts, "chosen": found.chosen}
+        facts = {"chosen": found.chosen, "fields": {name: get_field(found, name) for name in names}}
     facts = cluster.broadcast_json(facts)
     if not facts:
         return config
@@ -122,7 +113,7 @@ def choose_together(config: Config, cluster: "Cluster", saved: Mapping[str, Any]
 
 def _on_attached(config: Config, devices: Sequence[Any]) -> Config:
     model_config = describe_model(config, with_weights=False).config
-    return on_devices(config, model_config, devices, _memory_bytes(devices))
+    return on_devices(config, model_config, devices, chips.memory_bytes(devices))
 
 
 def on_devices(
@@ -196,9 +187,8 @@ def with_lengths(config: Config) -> tuple[Config, str]:
             f"search.max_new_tokens={response}: the model has a context of {context} tokens, for "
             f"prompt and response together. Set --config.search.max_new_tokens={context // 2}"
         )
-    prompt = min(-(-longest // _MULTIPLE) * _MULTIPLE, context - response)
     fields = {
-        "task.max_prompt_tokens": prompt,
+        "task.max_prompt_tokens": min(-(-longest // _MULTIPLE) * _MULTIPLE, context - response),
         "search.max_new_tokens": response,
     }
     sets = [path for path, _ in data_sets(task_settings.data_path) if path]
@@ -250,25 +240,13 @@ def _placed(
 ) -> Config:
     """Return a config with searchers on the devices that the trainer does not use."""
     about = f"{len(devices)} devices"
-    is_given = any(get_field(config, name) != 1 for name in _PLACEMENT[2:])
-    if is_given or config.placement != "auto":
-        left = len(devices) - asked(config).mesh.size
-        searchers = max(1, left // config.search.num_devices)
-        if len(hosts_of(devices)) > 1:
-            searchers = 1
-        return _chosen(config, {"num_searchers": searchers}, about)
-    placed, _ = layouts.choose(config, model_config, devices, memory_bytes)
-    fields = {name: get_field(placed, name) for name in _PLACEMENT}
-    return _chosen(config, fields, about)
-
-
-def _on_absent_devices(config: Config) -> Config:
-    """Return a fleet's config with one searcher per process, and dtypes for the fleet's devices."""
-    has_accelerator = {"GPU", "TPU"} & (parse_resources(config.fleet.trainer) or {}).keys()
-    config = for_platform(config, "accelerators" if has_accelerator else "cpu")
-    if config.num_searchers:
-        return config
-    return _chosen(config, {"num_searchers": 1}, "one searcher for each process of searchers")
+    if config.placement == "auto" and all(get_field(config, name) == 1 for name in _MESH):
+        placed, _ = layouts.choose(config, model_config, devices, memory_bytes)
+        return _chosen(config, {name: get_field(placed, name) for name in _PLACEMENT}, about)
+    left = len(devices) - asked(config).mesh.size
+    several_hosts = len(hosts_of(devices)) > 1
+    searchers = 1 if several_hosts else max(1, left // config.search.num_devices)
+    return _chosen(config, {"num_searchers": searchers}, about)
 
 
 def _as_saved(config: Config, saved: Mapping[str, Any], is_job: bool) -> Config:
@@ -289,17 +267,9 @@ def _as_saved(config: Config, saved: Mapping[str, Any], is_job: bool) -> Config:
         divide(config.placement, devices, asked(config), devices[0].process_index)
         return config
     except PlacementError:
-        fresh = dict.fromkeys(_PLACEMENT[2:], 1) | {"placement": "auto", "num_searchers": 0}
+        fresh = dict.fromkeys(_MESH, 1) | {"placement": "auto", "num_searchers": 0}
         model_config = describe_model(config, with_weights=False).config
-        again = _placed(replace(config, fresh), model_config, devices, _memory_bytes(devices))
+        again = _placed(replace(config, fresh), model_config, devices, chips.memory_bytes(devices))
         # A resumed run keeps its number of searchers; with too few devices, they share devices.
         kept = {"num_searchers": saved["num_searchers"], "placement": "auto"}
         return replace(again, kept)
-
-
-def _memory_bytes(devices: Sequence[Any]) -> float:
-    """Return the memory of a device in bytes; CPU devices share the memory of the machine."""
-    limit = (devices[0].memory_stats() or {}).get("bytes_limit")
-    if limit:
-        return float(limit)
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / len(devices)

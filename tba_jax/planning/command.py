@@ -73,7 +73,12 @@ def plan(
                 compiled.pop(program, None)
 
 
-def _parser() -> argparse.ArgumentParser:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Plan, print, and return the exit code.
+
+    Raises:
+        ValueError: the flags or the config are invalid.
+    """
     parser = argparse.ArgumentParser(
         prog="python -m tba_jax.plan",
         description=__doc__,
@@ -82,30 +87,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--config", default="", help="preset math[:PRESET], or file FILE.py[:PRESET]")
-    add(
-        "--topology",
-        default="",
-        help="TPU slice or GPU hosts, such as v5e:2x4, v5p:2x2x4, h100:8, h100:2x8; default: the "
-        "attached devices",
-    )
-    add(
-        "--keep_placement",
-        action="store_true",
-        help="keep the config's placement instead of choosing one for the slice",
-    )
+    slices = "v5e:2x4, v5p:2x2x4, h100:8 or h100:2x8"
+    add("--topology", default="", help=f"slice, such as {slices}; default: the attached devices")
+    add("--keep_placement", action="store_true", help="keep the placement of the config")
     add("--programs", default="", help="programs to compile, separated by commas; default: all")
     add("--write_cache", default="", help="write compiled programs into this folder")
     add("--json", action="store_true", help="print one JSON object as the last line")
-    return parser
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    """Plan, print, and return the exit code.
-
-    Raises:
-        ValueError: the flags or the config are invalid.
-    """
-    args, overrides = _parser().parse_known_args(argv)
+    args, overrides = parser.parse_known_args(argv)
     if not args.config:
         raise ConfigError("no --config given; try --config=math")
     config = _config_of(args.config, overrides)
@@ -148,10 +136,10 @@ def _config_of(name: str, overrides: Sequence[str]) -> Config:
             f"config.placement = {config.placement!r}: a plan is for the devices of one slice. Set "
             "--config.placement=auto"
         )
-    if not config.task.max_prompt_tokens:
-        from tba_jax.planning.choices import with_lengths
+    from tba_jax.planning.choices import with_lengths
 
-        config, line = with_lengths(config)
+    config, line = with_lengths(config)
+    if line:
         _say(f"lengths {line}")
     return config
 

@@ -82,24 +82,15 @@ def step_bytes(
         of_params = copies * 4 * num_params(model_config) / mesh.num_param_parts
         if mesh.num_param_parts > mesh.model:  # the gradient is whole until it is divided
             table += 4 * model_config.vocab_size * model_config.hidden_size / mesh.model
-    kept += model_config.num_layers * tokens * size * _kept_values(config, model_config)
+    # Outputs of products, which "dots" keeps for a token; "none" also keeps norms, rotations and
+    # activations, some in float32: about four times as many values.
+    heads = (model_config.num_heads + 2 * model_config.num_kv_heads) * model_config.head_dim
+    products = heads + 2 * model_config.hidden_size + 2 * model_config.mlp_size
+    times = {"layers": 0, "dots": 1, "none": 4}[remat_of(config)]
+    kept += model_config.num_layers * tokens * size * times * products
     if remat_of(config) == "none":
         scores *= model_config.num_layers
     return scores + kept + inner + table + of_params
-
-
-def _kept_values(config: Config, model_config: TransformerConfig) -> float:
-    """Return the number of values of a token that the backward pass keeps in a layer.
-
-    The input of the layer does not count. With remat=`dots` these are the outputs of matrix
-    products. With `none` the estimate is four times as many, because norms, rotations and
-    activations are kept, some in float32.
-    """
-    heads = model_config.num_heads + 2 * model_config.num_kv_heads
-    products = (
-        heads * model_config.head_dim + 2 * model_config.hidden_size + 2 * model_config.mlp_size
-    )
-    return {"layers": 0, "dots": products, "none": 4 * products}[remat_of(config)]
 
 
 def searcher_bytes(config: Config, model_config: TransformerConfig, device: Any) -> float:

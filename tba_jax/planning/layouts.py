@@ -10,51 +10,32 @@ Invariant: `main` accepts the chosen placement on such devices.
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from tba_jax.config.resolved import asked
 from tba_jax.config.rules import validate
-from tba_jax.config.schema import Config, flatten, replace
+from tba_jax.config.schema import Config, replace
 from tba_jax.devices.placement import Division, PlacementError, divide, hosts_of, trainer_on
 from tba_jax.devices.platform import platform_of
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.planning import estimates, sizes
 
 
-class Choice(NamedTuple):
-    """A placement of a run on a slice.
-
-    Attributes:
-        name: name of the layout.
-        placement: meshes of the run; the searchers' meshes are those on the last host.
-        num_groups: number of searchers on the whole slice.
-        shares_devices: whether trainer and searchers share devices.
-    """
-
-    name: str
-    placement: Division
-    num_groups: int
-    shares_devices: bool
-
-
-def place(config: Config, devices: Sequence[Any]) -> Choice:
-    """Return the placement that a config sets, on these devices.
+def place(config: Config, devices: Sequence[Any]) -> Division:
+    """Return the placement that a config sets on these devices, as the last host sees it.
 
     Raises:
         PlacementError: the placement does not fit the devices.
     """
-    hosts = hosts_of(devices)
-    by_host = [divide(config.placement, devices, asked(config), host) for host in hosts]
-    searching = [p for p in by_host if p.groups]
+    by_host = [divide(config.placement, devices, asked(config), host) for host in hosts_of(devices)]
+    searching = [found for found in by_host if found.groups]
     if not searching:
         raise PlacementError(
             f"search.num_devices={config.search.num_devices}: a searcher does not fit on any "
             "host; set a smaller --config.search.num_devices"
         )
     # libtpu 0.0.52 refuses groups that hold the first chip of a slice, so plan for the last group.
-    chosen = searching[-1]
-    groups = {tuple(d.id for d in group) for p in searching for group in p.groups}
-    return Choice(chosen.placement, chosen, len(groups), chosen.shares_devices)
+    return searching[-1]
 
 
 def choose(
@@ -62,7 +43,7 @@ def choose(
     model_config: TransformerConfig,
     devices: Sequence[Any],
     hbm_bytes: float,
-) -> tuple[Config, Choice]:
+) -> tuple[Config, Division]:
     """Return the config with a placement for these devices, and that placement.
 
     One host gets `shared` if it has one device, and else `split`: half of the devices train. On
@@ -137,9 +118,3 @@ def _trainer_sizes(devices: Sequence[Any]) -> list[int]:
     if len(hosts_of(devices)) == 1:
         return list(sizes)
     return [n for n in sizes if trainer_on("shared", devices, n) or trainer_on("split", devices, n)]
-
-
-def changes(given: Config, config: Config) -> dict[str, Any]:
-    """Return the fields of a config that differ from those of another."""
-    before, after = flatten(given), flatten(config)
-    return {name: x for name, x in after.items() if before[name] != x}

@@ -94,7 +94,7 @@ def groups_of(
     trainer, mesh = run.held, placement.trainer_mesh
     if config.mesh.data > 1:
         # Each replica writes a part of the checkpoint; Orbax slices it on the device.
-        saved = sum(state_bytes(run.state).values()) / config.mesh.data
+        saved = shard_bytes(run.state) / config.mesh.data
         trainer |= {"parts of the state while it is saved": saved}
     searcher, weights = dict[str, float](), run.weights(config.search.quantization)
     if run.policy.adapters is not None:
@@ -118,17 +118,6 @@ def groups_of(
         ),
         Group(devices=size, residents=searcher, transients=run.caches, mesh=f"model {size}"),
     )
-
-
-def state_bytes(state: TrainState) -> dict[str, float]:
-    """Return the bytes of an abstract train state in the memory of each device, by kind."""
-    kinds = {
-        "parameters": shard_bytes(state.params),
-        "optimiser state": shard_bytes(state.opt_state),
-    }
-    if state.reference_params is not None:
-        kinds["reference parameters"] = shard_bytes(state.reference_params)
-    return kinds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,8 +148,13 @@ class _Run:
     @property
     def held(self) -> dict[str, float]:
         """Bytes per device of the train state and of the base of adapters, by kind."""
-        frozen = {FROZEN: shard_bytes(self.frozen)} if self.frozen else {}
-        return state_bytes(self.state) | frozen
+        kinds = {
+            "parameters": self.state.params,
+            "optimiser state": self.state.opt_state,
+            "reference parameters": self.state.reference_params,
+            FROZEN: self.frozen,
+        }
+        return {kind: shard_bytes(tree) for kind, tree in kinds.items() if jax.tree.leaves(tree)}
 
     @functools.cached_property
     def decoder(self) -> Decoder:
@@ -272,13 +266,12 @@ def _searcher_programs(run: _Run) -> list[Planned]:
             decoder, weights, num_slots=slots, prompt_length=length, prefill_prompts=prompts
         )
     )
-    held = {"parameters": shard_bytes(weights)}
-    cache = {"KV cache": run.caches["KV cache"]}
-    written = {"prefilled prompts": run.caches["prefilled prompts"]}
-    both, prefilled = sum(held.values()) + cache["KV cache"], written["prefilled prompts"]
-    forward = roofline.train_flops(
-        model, num_rows=prompts, prompt_tokens=length, response_tokens=0
-    )  # of forward and backward pass
+    held, caches = {"parameters": shard_bytes(weights)}, run.caches
+    read, cached, prefilled = *held.values(), caches["KV cache"], caches["prefilled prompts"]
+    cache, written = {"KV cache": cached}, {"prefilled prompts": prefilled}
+    copied = prefilled + decoder.cache_bytes(slots, length)
+    # of forward and backward pass
+    flops = roofline.train_flops(model, num_rows=prompts, prompt_tokens=length, response_tokens=0)
     step = roofline.decode_work(
         model,
         itemsize=1,
@@ -286,41 +279,33 @@ def _searcher_programs(run: _Run) -> list[Planned]:
         prompt_tokens=decoder.cache_length,
         response_lengths=[1] * slots,
     )
-    buckets = len(padded_lengths(config.task.max_prompt_tokens))
+    buckets, chunk = len(padded_lengths(config.task.max_prompt_tokens)), decoder.chunk_steps
     is_plain = config.search.top_p == 1 and not config.search.min_new_tokens
-
-    def program(
-        name: str, flops: float, num_bytes: float, variants: int = 1, with_cache: bool = True
-    ) -> Program:
-        return Program(name, "searcher", flops / size, num_bytes, variants, with_cache)
-
     found = [
         Planned(
-            program("prefill", forward / 3, held["parameters"] + prefilled, buckets),
+            Program("prefill", "searcher", flops / 3 / size, read + prefilled, buckets),
             lowered["prefill"],
             held,
             result="prefilled prompts",
         ),
         Planned(
-            program("copy", 0.0, prefilled + decoder.cache_bytes(slots, length), buckets),
-            lowered["copy"],
-            cache | written,
+            Program("copy", "searcher", 0.0, copied, buckets), lowered["copy"], cache | written
         ),
         Planned(
-            program(
-                "decode_chunk", decoder.chunk_steps * step.num_flops, decoder.chunk_steps * both
+            Program(
+                "decode_chunk", "searcher", chunk * step.num_flops / size, chunk * (read + cached)
             ),
             lowered["chunk" if is_plain else "chunk_truncated"],
             held | cache,
         ),
     ]
     if config.task.environment:
-        flops = 2.0 * roofline.matrix_entries(model) * EXTEND_TOKENS
+        flops = 2.0 * roofline.matrix_entries(model) * EXTEND_TOKENS / size
         found.append(
             Planned(
-                program("extend", flops, both, len(ADDED_TOKENS) + 1),
+                Program("extend", "searcher", flops, read + cached, len(ADDED_TOKENS) + 1),
                 lowered["extend"],
-                held | {_WAITING: cache["KV cache"]},  # lowered as the cache of the slots
+                held | {_WAITING: cached},  # lowered as the cache of the slots
             )
         )
     if run.policy.adapters is not None:
@@ -330,20 +315,14 @@ def _searcher_programs(run: _Run) -> list[Planned]:
 
 def _merge(run: _Run) -> Planned:
     """Return the program that merges adapters into a searcher's weights."""
-    mesh, base = run.placement.searcher_meshes[0], run.base
-    adapters = _abstract(
-        lora.abstract_adapters(run.policy),
-        model_parts.adapter_shardings(run.policy, mesh),
-        run.config.model.compute_dtype,
-    )
-    resident = {FROZEN: shard_bytes(base.kernels), "adapters": shard_bytes(adapters)}
+    config, policy, kernels = run.config, run.policy, run.base.kernels
+    shardings = model_parts.adapter_shardings(policy, run.placement.searcher_meshes[0])
+    adapters = _abstract(lora.abstract_adapters(policy), shardings, config.model.compute_dtype)
+    resident = {FROZEN: shard_bytes(kernels), "adapters": shard_bytes(adapters)}
     return Planned(
         Program("merge", "searcher", 0.0, 2 * resident[FROZEN] + resident["adapters"]),
         lambda: lora.lower_merge(
-            base.kernels,
-            adapters,
-            config=run.policy,
-            quantization=run.config.search.quantization,
+            kernels, adapters, config=policy, quantization=config.search.quantization
         ),
         resident,
         result="next weights",

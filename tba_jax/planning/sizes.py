@@ -139,26 +139,31 @@ def choose(
         kept = (least, options[0]) if shares_devices else ()
         most = hbm_bytes * (1 - SHARE_FOR_PROGRAMS)
         rooms = [most - held - needed(n, remat_of(config)) for n in kept] or [most]
-        slots = max(_slots(config, of_searcher, room) for room in rooms)
-        if slots < config.search.slots:
-            fields["search.num_slots"] = slots
-            config = replace(config, {"search.num_slots": slots})
+        while config.search.slots > 1 and of_searcher(config) > max(rooms):
+            fields["search.num_slots"] = -(-config.search.slots // 2)
+            config = replace(config, fields)
     free = hbm_bytes - held - (of_searcher(config) if shares_devices else 0.0)
     if not wanted:
         free -= _SHARE_FOR_CHOICES * hbm_bytes
     room = free * (1 - SHARE_FOR_PROGRAMS)
     of_trainer = devices[: mesh.size] if config.placement == "hosts" else devices
-    remat, rows = remat_of(config), options[0]
+    remats = [(remat_of(config), 1)]  # with the fewest rows that each is chosen for
     if config.model.remat == "auto" and _keeps_products(config, model_config, of_trainer):
-        fitting = [n for n in options if n >= group and needed(n, "dots") <= room]
+        remats.insert(0, ("dots", group))
+    fitting = []
+    for remat, fewest in remats:
+        fitting = [n for n in options if n >= fewest and needed(n, remat) <= room]
         if fitting:
-            remat, rows = "dots", fitting[-1]
-            fields["model.remat"] = remat
-    if remat != "dots" and (fitting := [n for n in options if needed(n, remat) <= room]):
-        if platform == "cpu" and not wanted:
-            fitting = _with_kept_logits(fitting, least, config, model_config) or fitting
-        rows = fitting[-1]
+            if remat != remat_of(config):
+                fields["model.remat"] = remat
+            break
     if not wanted:
+        if platform == "cpu":
+            # Kept logits save a product; more rows at a time save nothing there.
+            tokens = config.batch.packed_length or config.search.max_new_tokens
+            most = KEPT_BYTES / (4 * model_config.vocab_size * tokens)
+            fitting = [n for n in fitting if least <= n <= most] or fitting
+        rows = [options[0], *fitting][-1]
         fields["batch.micro_batch_rows"] = 0 if rows >= options[-1] else rows
     return fields
 
@@ -178,26 +183,6 @@ def _keeps_products(
         and not model_config.num_experts
         and (platform == "tpu" or (platform != "cpu" and not is_networked))
     )
-
-
-def _with_kept_logits(
-    options: Sequence[int], least: int, config: Config, model_config: TransformerConfig
-) -> list[int]:
-    """Return the options from `least` whose logits a CPU keeps for the backward pass.
-
-    Kept logits save a product; more rows at a time save nothing there.
-    """
-    tokens = config.batch.packed_length or config.search.max_new_tokens
-    row = 4 * model_config.vocab_size * tokens
-    return [n for n in options if n >= least and n * row <= KEPT_BYTES]
-
-
-def _slots(config: Config, of_searcher: Callable[[Config], float], room: float) -> int:
-    """Return the number of responses of a round, halved until their slots fit; at least 1."""
-    slots = config.search.slots
-    while slots > 1 and of_searcher(replace(config, {"search.num_slots": slots})) > room:
-        slots = -(-slots // 2)
-    return slots
 
 
 def _rows(config: Config) -> int:

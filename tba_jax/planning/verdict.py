@@ -10,7 +10,7 @@ over the peak rates of the chip. They are lower bounds. This module imports no J
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from tba_jax.config.schema import Config
@@ -18,15 +18,6 @@ from tba_jax.planning.chips import Chip
 
 GIB = 2**30
 _CODE = "program code, all length buckets"
-# column -> kinds of memory that it adds up
-_COLUMNS = {
-    "params": ("parameters", "frozen parameters", "adapters", "reference parameters"),
-    "optimiser": ("optimiser state",),
-    "KV cache": ("KV cache", "prefilled prompts"),
-    "in/out": ("inputs", "outputs", "next weights"),
-    "temps": ("temporaries",),
-    "code": ("code",),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,13 +29,11 @@ class Program:
         group: trainer or searcher.
         flops, num_bytes: unavoidable work of one execution.
         variants: number of programs of this kind that a run may load, one per shape.
-        with_cache: whether the KV cache is in memory while the program runs.
         hbm: kind of memory -> bytes. Arguments that stay in memory between programs, such as
             parameters, have their own kinds; other arguments are "inputs".
         compile_s: time of the compiler alone.
         failure: reason why the program did not compile; "" on success.
         is_too_large: whether the compiler reported too little device memory.
-        needed_bytes: memory that the compiler asked for if the device has less.
     """
 
     name: str
@@ -52,12 +41,10 @@ class Program:
     flops: float = 0.0
     num_bytes: float = 0.0
     variants: int = 1
-    with_cache: bool = False
     hbm: Mapping[str, float] = dataclasses.field(default_factory=dict)
     compile_s: float = 0.0
     failure: str = ""
     is_too_large: bool = False
-    needed_bytes: float = 0.0
 
     @property
     def own_bytes(self) -> float:
@@ -168,16 +155,14 @@ class Plan(NamedTuple):
             own = [p for p in self.programs if p.group in members and not p.failure]
             parts.append((_CODE, sum(p.hbm.get("code", 0.0) * p.variants for p in own)))
             cache = facts.searcher.transients if "searcher" in members else {}
-            stays = facts.config.driver == "async"  # between two programs of a searcher
-            besides = {
-                p.name: cache if p.with_cache or (stays and p.group == "trainer") else {}
-                for p in own
-            }
-            largest = max(
-                own, key=lambda p: p.own_bytes + sum(besides[p.name].values()), default=None
-            )
+
+            def caches(p: Program, cache: Mapping[str, float] = cache) -> Mapping[str, float]:
+                # asynchronous searchers keep their caches while the trainer's programs run
+                return cache if p.group == "searcher" or facts.config.driver == "async" else {}
+
+            largest = max(own, key=lambda p: p.own_bytes + sum(caches(p).values()), default=None)
             if largest is not None:
-                parts += besides[largest.name].items()
+                parts += caches(largest).items()
                 parts.append((f"inputs, results, temporaries of {largest.name}", largest.own_bytes))
             parts += facts.chip.overheads.items()
             of = largest.group if largest is not None else ""
@@ -195,15 +180,12 @@ class Plan(NamedTuple):
 
     def advice(self) -> list[str]:
         """Return lines of advice, the most urgent first; [] for a plan that fits."""
-        lines = []
-        for p in sorted(self.programs, key=lambda p: p.is_too_large):
-            if p.is_too_large:
-                lines.append(
-                    f"{p.name} needs more memory than a device has ({p.needed_bytes / GIB:.1f} GiB "
-                    f"with its arguments): {_remedies(self.facts, p.group)}"
-                )
-            elif p.failure:
-                lines.append(f"{p.name} does not compile: {p.failure}")
+        lines = [
+            f"{p.name} does not compile: {p.failure}"
+            + (f": {_remedies(self.facts, p.group)}" if p.is_too_large else "")
+            for p in sorted(self.programs, key=lambda p: p.is_too_large)
+            if p.failure
+        ]
         for o in self.occupancies():
             if o.over_bytes:
                 group = "trainer" if "trainer" in (o.group, o.largest) else "searcher"
@@ -214,15 +196,45 @@ class Plan(NamedTuple):
         return lines
 
     def as_text(self, model: str, where: str) -> str:
-        """Return the printed plan.
+        """Return the printed plan; `model` and `where` are the names of the model and the slice."""
+        facts, chip, hosts = self.facts, self.facts.chip, self.facts.num_hosts
+        trainer, searcher = facts.trainer, facts.searcher
+        source = "measured on this machine" if chip.is_measured else "published peaks"
+        shared = ", on the devices of the trainer" if facts.shares_devices else ""
+        lines = [
+            f"model      {model}: {facts.num_params / 1e6:,.4g} M parameters",
+            f"slice      {where}: {facts.num_devices} x {chip.name}, {hosts} "
+            f"host{'s' if hosts > 1 else ''} of {facts.num_devices // hosts}",
+            f"chip       {_gib(chip.hbm_bytes)} GiB, {chip.flops_per_s / 1e12:,.3g} TFLOP/s, "
+            f"{chip.bytes_per_s / 1e9:,.0f} GB/s ({source})",
+            f"placement  {facts.layout}: trainer on {trainer.devices} ({trainer.mesh}), "
+            f"{searcher.count} searcher groups of {searcher.devices}{shared}",
+        ]
+        if facts.changed_fields:
+            lines.append(f"chosen     {flags(facts.changed_fields)}")
+        lines += ["", *self._program_lines(), ""]
+        for o in self.occupancies():
+            fit = f"over by {_gib(o.over_bytes)} GiB" if o.over_bytes else "fits"
+            lines.append(
+                f"each device ({o.group}): {_gib(o.peak_bytes)} of {_gib(o.capacity_bytes)} GiB, "
+                f"{fit}"
+            )
+            lines += [f"  {_gib(size):>8}  {what}" for what, size in o.parts]
+        lines += ["", "fits" if self.fits else "does NOT fit", *(f"- {x}" for x in self.advice())]
+        return "\n".join(lines)
 
-        Args:
-            model: name of the model.
-            where: name of the slice.
-        """
-        verdict = "fits" if self.fits else "does NOT fit"
-        parts = [_heading(self.facts, model, where), self._program_table(), self._memory_table()]
-        return "\n\n".join([*parts, "\n".join([verdict, *(f"- {x}" for x in self.advice())])])
+    def _program_lines(self) -> Iterator[str]:
+        """Yield a table of the programs: memory by the compiler, least time by arithmetic."""
+        columns = ("GiB", "temporaries", "TFLOP", "GB", "roofline s", "bound", "compile s")
+        yield f"{'program':16}{'group':10}" + "".join(f"{name:>13}" for name in columns)
+        for p in self.programs:
+            least_s, bound = p.roofline(self.facts.chip)
+            sizes = (_gib(sum(p.hbm.values())), _gib(p.hbm.get("temporaries", 0.0)))
+            work = (f"{x:.3g}" for x in (p.flops / 1e12, p.num_bytes / 1e9, least_s))
+            cells = (*sizes, *work, bound, f"{p.compile_s:.0f}")
+            shown = f"{p.name:16}{p.group:10}" + "".join(f"{cell:>13}" for cell in cells)
+            yield f"{p.name}: {p.failure}" if p.failure else shown
+        yield "GiB: memory of a device, by the compiler. Roofline: least time, by arithmetic."
 
     def as_json(self) -> dict[str, Any]:
         """Return the JSON object that --json prints, with the figures of the text."""
@@ -263,54 +275,6 @@ class Plan(NamedTuple):
             "advice": self.advice(),
         }
 
-    def _program_table(self) -> str:
-        """Return one line per program: memory in GiB by the compiler, time by arithmetic."""
-        header = ["program", "group", *_COLUMNS, "GiB", "TFLOP", "GB", "roofline", "bound",
-                  "compile s"]  # fmt: skip
-        rows = [header]
-        for p in self.programs:
-            sizes = [sum(p.hbm.get(k, 0.0) for k in kinds) for kinds in _COLUMNS.values()]
-            least_s, bound = p.roofline(self.facts.chip)
-            work = [f"{p.flops / 1e12:.3g}", f"{p.num_bytes / 1e9:.3g}", _seconds(least_s), bound]
-            cells = [*map(_gib, sizes), _gib(sum(sizes)), *work, f"{p.compile_s:.0f}"]
-            rows.append([p.name, p.group, *(["-"] * len(cells) if p.failure else cells)])
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ["  ".join(x.rjust(n) for x, n in zip(row, widths, strict=True)) for row in rows]
-        note = "GiB: memory of a device, by the compiler. Roofline: least time, by arithmetic."
-        failures = [f"{p.name}: {p.failure}" for p in self.programs if p.failure]
-        return "\n".join([*lines, note, *failures])
-
-    def _memory_table(self) -> str:
-        """Return the peak memory of each device group, by kind."""
-        lines = []
-        for o in self.occupancies():
-            verdict = f"over by {_gib(o.over_bytes)} GiB" if o.over_bytes else "fits"
-            lines.append(
-                f"each {o.group} device{'' if o.group != 'both' else ' (both parts)'}: "
-                f"{_gib(o.peak_bytes)} of {_gib(o.capacity_bytes)} GiB, {verdict}"
-            )
-            lines += [f"  {_gib(size):>8}  {what}" for what, size in o.parts]
-        return "\n".join(lines)
-
-
-def _heading(facts: Facts, model: str, where: str) -> str:
-    """Return the lines about model, slice, chip and placement."""
-    chip, hosts = facts.chip, facts.num_hosts
-    source = "measured on this machine" if chip.is_measured else "published peaks"
-    shared = ", on the devices of the trainer" if facts.shares_devices else ""
-    lines = [
-        f"model      {model}: {facts.num_params / 1e6:,.4g} M parameters",
-        f"slice      {where}: {facts.num_devices} x {chip.name}, {hosts} "
-        f"host{'s' if hosts > 1 else ''} of {facts.num_devices // hosts}",
-        f"chip       {chip.hbm_bytes / GIB:.2f} GiB, {chip.flops_per_s / 1e12:,.3g} TFLOP/s, "
-        f"{chip.bytes_per_s / 1e9:,.0f} GB/s ({source})",
-        f"placement  {facts.layout}: trainer on {facts.trainer.devices} ({facts.trainer.mesh}), "
-        f"{facts.searcher.count} searcher groups of {facts.searcher.devices}{shared}",
-    ]
-    if facts.changed_fields:
-        lines.append(f"chosen     {flags(facts.changed_fields)}")
-    return "\n".join(lines)
-
 
 def flags(fields: Mapping[str, Any]) -> str:
     """Return settings as flags of the command line."""
@@ -338,7 +302,3 @@ def _remedies(facts: Facts, group: str) -> str:
 def _gib(size: float) -> str:
     value = size / GIB
     return f"{value:.2f}" if value >= 1 or not value else f"{value:.2g}"
-
-
-def _seconds(s: float) -> str:
-    return f"{s:.3g} s" if s >= 1 else f"{s * 1e3:.3g} ms"

@@ -42,5 +42,4 @@ def test_a_program_that_needs_too_much_memory_reports_the_size(ask):
         "HBM, the total memory required for HLO temporaries (25.05G) exceeds available HBM "
         "(15.75G). HLO module: jit_train_step.')"
     )
-    assert program.is_too_large
-    assert program.needed_bytes == pytest.approx(25.05 * 2**30)
+    assert program.is_too_large and "25.05G" in program.failure

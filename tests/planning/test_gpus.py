@@ -100,4 +100,4 @@ def test_hosts_of_gpus_are_split_freely(text, preset, model, layout, trainer):
     config = load_preset(f"math:{preset}")
     shape = config_json.transformer_config(config_of(model))
     _, found = layouts.choose(config, shape, topology.devices(), topology.chip.usable_bytes)
-    assert (found.name, found.placement.trainer_mesh.size) == (layout, trainer)
+    assert (found.placement, found.trainer_mesh.size) == (layout, trainer)

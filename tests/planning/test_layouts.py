@@ -23,8 +23,8 @@ RHO, QWEN = "realtreetune/rho-1b-sft-GSM8K", "Qwen/Qwen2.5-7B"
         ("v5e", "expected CHIP:AxB"),
         ("v9:2x2", "unknown chip 'v9'"),
         ("v5p:2x2", "wrong number of axes"),
-        ("v5e:2x4@3", "TPU hosts have 1, 4 or 8"),
-        ("v5p:2x2x4@8", "hosts of v5p have 4 chips"),
+        ("v5e:2x4@3", "v5e hosts have 1 or 4 or 8"),
+        ("v5p:2x2x4@8", "v5p hosts have 1 or 4"),
     ],
 )
 def test_a_slice_that_does_not_exist_is_refused_by_name(text, message):
@@ -57,19 +57,18 @@ def test_every_slice_gets_a_placement_that_it_accepts(
 ):
     pytest.importorskip("libtpu")
     config, choice = choose(preset, model, text)
-    assert choice.name == name
-    assert choice.placement.trainer_mesh.devices.size == trainer
-    assert choice.num_groups == groups
-    assert choice.placement.searcher_meshes[0].devices.size == group
-    assert choice.shares_devices == (name == "shared")
+    assert choice.placement == name
+    assert choice.trainer_mesh.devices.size == trainer
+    assert choice.num_searchers == groups
+    assert choice.searcher_meshes[0].devices.size == group
     # The fields say it: a config with them is placed alike.
     validate(config)
     devices = chips.parse_topology(text).devices()
-    assert layouts.place(config, devices).name == name
+    assert layouts.place(config, devices).placement == name
     # No host of a pod may search alone.
     if len(devices) > 8:
         hosts = {d.process_index for d in devices}
-        assert {d.process_index for d in choice.placement.trainer_mesh.devices.flat} == hosts
+        assert {d.process_index for d in choice.trainer_mesh.devices.flat} == hosts
 
 
 def test_the_configs_own_placement_is_kept_on_several_hosts():
@@ -78,8 +77,8 @@ def test_the_configs_own_placement_is_kept_on_several_hosts():
     config = replace(config, {"placement": "split"})  # with mesh.fsdp=4, one device of each host
     devices = chips.parse_topology("v5p:2x2x4").devices()
     choice = layouts.place(config, devices)
-    assert (choice.name, choice.num_groups) == ("split", 4)
-    assert choice.placement.trainer_mesh.shape["fsdp"] == 4
+    assert (choice.placement, choice.num_searchers) == ("split", 4)
+    assert choice.trainer_mesh.shape["fsdp"] == 4
     # On v5e four of eight chips are one whole host, and the other would search alone.
     with pytest.raises(
         PlacementError,

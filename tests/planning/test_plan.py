@@ -75,7 +75,7 @@ def test_a_plan_with_an_environment_has_the_prompts_of_later_turns_and_kept_conv
     (extend,) = command.plan(given, found, ["extend"], child.answer).programs
     kept = "caches of waiting conversations"
     assert found.searcher.transients[kept] > 0 < extend.hbm[kept]
-    assert extend.with_cache and extend.hbm["parameters"] == 4 * found.num_params
+    assert extend.hbm["parameters"] == 4 * found.num_params
 
 
 @pytest.mark.parametrize("preset", presets.names())
@@ -110,7 +110,7 @@ def test_sizes_are_lowered_until_the_compiled_programs_fit(facts, capsys):
             )
         compiled.append(program.name)
         if program.name != "train_step":
-            return dataclasses.replace(program, with_cache=True)
+            return program
         if rows > 100 and remat == "dots":
             return dataclasses.replace(program, failure="too large", is_too_large=True)
         size = rows * GIB / (1 if remat == "dots" else 5)

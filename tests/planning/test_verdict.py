@@ -28,8 +28,8 @@ def programs(temporaries=1.0):
     return [
         Program("train_step", "trainer", hbm={"temporaries": temporaries * GIB}),
         Program("publish", "trainer", hbm={"outputs": 3 * GIB}),
-        Program("prefill", "searcher", with_cache=True),
-        Program("decode_chunk", "searcher", hbm=chunk, with_cache=True, variants=4),
+        Program("prefill", "searcher"),
+        Program("decode_chunk", "searcher", hbm=chunk, variants=4),
     ]
 
 
