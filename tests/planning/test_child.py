@@ -22,11 +22,6 @@ def ask(monkeypatch):
     return start
 
 
-def test_a_refusal_is_the_users_business(ask):
-    with pytest.raises(ValueError, match="no such chip"):
-        ask("sys.stdout.buffer.write(pickle.dumps('no such chip'))")
-
-
 def test_an_abort_of_the_compiler_is_a_verdict(ask):
     failure = ask(
         "print('F0101 x.cc:1] Check failed: chips are contiguous', file=sys.stderr)\n"

@@ -3,7 +3,6 @@
 
 import importlib.util
 import re
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +18,6 @@ from tba_jax.models.transformer import TransformerConfig
 from tba_jax.planning import chips, layouts
 from tba_jax.planning.shapes import config_of
 
-ROOT = Path(__file__).parents[2]
 HAS_PLUGIN = any(importlib.util.find_spec(f"jax_cuda{n}_plugin") for n in (12, 13))
 needs_plugin = pytest.mark.skipif(
     not HAS_PLUGIN, reason="JAX's CUDA plugin is not installed (pip install 'tba_jax[cuda]')"
@@ -35,22 +33,10 @@ SMALL = TransformerConfig(
 )
 
 
-@pytest.mark.parametrize(
-    ("text", "hosts", "per_host"),
-    [("h100:8", 1, 8), ("h100:2x8", 2, 8), ("h200:2x8", 2, 8), ("a100:4", 1, 4), ("b200:8", 1, 8)],
-)
-def test_an_argument_names_hosts_of_gpus(text, hosts, per_host):
-    found = chips.parse_topology(text)
-    assert found.shape == (hosts, per_host)
-    assert found.chip.name == text.split(":")[0].upper()
-
-
-@pytest.mark.parametrize("text", ["h100:9", "h100:0", "h100:2x2x8", "h100:8@4", "h100:0x8"])
-def test_an_impossible_host_is_refused(text):
-    with pytest.raises(
-        ValueError, match="a host has 1 to 8 GPUs; expected h100:GPUS or h100:HOSTSx"
-    ):
-        chips.parse_topology(text)
+def test_an_argument_names_hosts_of_gpus():
+    assert chips.parse_topology("h100:8").shape == (1, 8)
+    found = chips.parse_topology("h200:2x8")
+    assert found.shape == (2, 8) and found.chip.name == "H200"
 
 
 @needs_plugin

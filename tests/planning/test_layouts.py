@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Slices by name, and for each a placement that the chips accept and config fields can say."""
 
-from pathlib import Path
-
 import pytest
 
 from tba_jax.config.presets import load as load_preset
@@ -13,7 +11,6 @@ from tba_jax.models.hf import config_json
 from tba_jax.planning import chips, layouts, sizes
 from tba_jax.planning.shapes import config_of
 
-CONFIGS = Path(__file__).parents[2] / "configs"
 RHO, QWEN = "realtreetune/rho-1b-sft-GSM8K", "Qwen/Qwen2.5-7B"
 
 
@@ -24,6 +21,7 @@ RHO, QWEN = "realtreetune/rho-1b-sft-GSM8K", "Qwen/Qwen2.5-7B"
         ("v9:2x2", "unknown chip 'v9'"),
         ("v5p:2x2", "wrong number of axes"),
         ("v5e:2x4@3", "v5e hosts have 1 or 4 or 8"),
+        *[(f"h100:{x}", "1 to 8 GPUs; expected h100:GPUS") for x in ("9", "2x2x8", "8@4", "0x8")],
         ("v5p:2x2x4@8", "v5p hosts have 1 or 4"),
     ],
 )
