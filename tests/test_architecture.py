@@ -218,7 +218,7 @@ LIMITS = {
     "commands": 1743,
     "config": 1062,
     "presets": 475,
-    "planning": 2230,
+    "planning": 2216,
 }
 
 
