@@ -7,22 +7,9 @@ its shards (tests/remote/test_owner.py).
 
 import dataclasses
 import threading
-from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from tba_jax.flow.tickets import EvaluationResult, EvaluationShard, EvaluationTicket
-
-
-class Evaluations(Protocol):
-    """Division of an evaluation into shards, and its metrics; `evaluation.Evaluator`."""
-
-    def tickets(self, version: int) -> list[EvaluationTicket]:
-        """Return the shards of an evaluation."""
-        ...
-
-    def merge(self, shards: Sequence[EvaluationShard]) -> Any:
-        """Return the result of an evaluation, from all its shards in any order."""
-        ...
 
 
 class Finished(NamedTuple):
@@ -42,9 +29,13 @@ class _Evaluation:
 
 
 class EvaluationQueue:
-    """Thread-safe queue of evaluations; each searcher works on one shard at a time."""
+    """Thread-safe queue of evaluations; each searcher works on one shard at a time.
 
-    def __init__(self, evaluator: Evaluations) -> None:
+    Args:
+        evaluator: an `evaluation.Evaluator`, which divides an evaluation and merges its shards.
+    """
+
+    def __init__(self, evaluator: Any) -> None:
         self._evaluator = evaluator
         self._lock, self._merging = threading.Lock(), threading.Lock()
         self._requested: list[_Evaluation] = []

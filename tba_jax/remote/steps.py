@@ -9,7 +9,6 @@ them (tests/remote/test_steps.py).
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 from tba_jax.devices.cluster import PeerError
 from tba_jax.flow.layout import RowLayout
@@ -19,10 +18,11 @@ from tba_jax.replay.buffer import ReplayBuffer
 _LONG_POLL_S = 1.0  # longest wait of a request; the client then repeats it
 
 
-class StepSettings(NamedTuple):
-    """Settings of the decisions.
+class Steps:
+    """Thread-safe source of plans and batches, in the process that has the replay buffer.
 
-    Attributes:
+    Args:
+        layout: layout of draws in a batch.
         num_steps: steps of the run.
         sync_period: steps between publications.
         checkpoint_period: steps between checkpoints; 0: no checkpoints.
@@ -32,33 +32,24 @@ class StepSettings(NamedTuple):
         timeout_s: longest wait for the requests of these processes, in seconds.
     """
 
-    num_steps: int
-    sync_period: int
-    checkpoint_period: int
-    needs_versions: bool = False
-    processes: Sequence[int] = ()
-    timeout_s: float = 600.0
-
-
-class _Request(NamedTuple):
-    """Newest request of another trainer process."""
-
-    step: int
-    wants_stop: bool
-    is_publishing: bool
-
-
-class Steps:
-    """Thread-safe source of plans and batches, in the process that has the replay buffer.
-
-    Args:
-        layout: layout of draws in a batch.
-    """
-
-    def __init__(self, settings: StepSettings, buffer: ReplayBuffer, layout: RowLayout) -> None:
-        self._settings, self._buffer, self._layout = settings, buffer, layout
-        self._changed = threading.Condition()
-        self._requests: dict[int, _Request] = {}
+    def __init__(
+        self,
+        buffer: ReplayBuffer,
+        layout: RowLayout,
+        *,
+        num_steps: int,
+        sync_period: int,
+        checkpoint_period: int,
+        needs_versions: bool = False,
+        processes: Sequence[int] = (),
+        timeout_s: float = 600.0,
+    ) -> None:
+        self._buffer, self._layout, self._num_steps = buffer, layout, num_steps
+        self._sync_period, self._checkpoint_period = sync_period, checkpoint_period
+        self._needs_versions, self._processes = needs_versions, list(processes)
+        self._timeout_s, self._changed = timeout_s, threading.Condition()
+        # Process -> its newest request: step, wants to stop, is publishing.
+        self._requests: dict[int, tuple[int, bool, bool]] = {}
         self._decided, self._decision = -1, b""  # newest decided step, and its decision
 
     def decide(
@@ -76,22 +67,22 @@ class Steps:
         Raises:
             PeerError: another trainer process does not request this step in time.
         """
-        settings, decision = self._settings, Decision(StepPlan(wait=True, stop=True))
+        decision = Decision(StepPlan(wait=True, stop=True))
         if not (wants_stop() or self.wants_stop):
             draws = self._buffer.draw(self._layout.num_prompts, self._layout.group_size, step)
             if draws is None:
                 return Decision(StepPlan(wait=True))
             self._wait(step)
-            done, period = step + 1, settings.checkpoint_period
-            is_busy = is_publishing() or any(x.is_publishing for x in self._requests.values())
+            done, period = step + 1, self._checkpoint_period
+            is_busy = is_publishing() or any(busy for _, _, busy in self._requests.values())
             plan = StepPlan(
-                sync=done % settings.sync_period == 0 and done < settings.num_steps,
+                sync=done % self._sync_period == 0 and done < self._num_steps,
                 save=bool(period) and done % period == 0,
-                publish=settings.needs_versions or not is_busy,
+                publish=self._needs_versions or not is_busy,
             )
             decision = Decision(plan, self._layout.batch(draws, step), draws)
         self._wait(step)
-        if settings.processes:
+        if self._processes:
             packed = encode(decision._replace(draws=()))
             with self._changed:
                 self._decided, self._decision = step, packed
@@ -112,13 +103,13 @@ class Steps:
             ValueError: the process is not part of the job, or the step is over.
         """
         with self._changed:
-            if process not in self._settings.processes or step < self._decided:
+            if process not in self._processes or step < self._decided:
                 raise ValueError(
                     f"process {process} requests step {step}; the other trainer processes are "
-                    f"{list(self._settings.processes)}, and the newest decision is of step "
+                    f"{self._processes}, and the newest decision is of step "
                     f"{self._decided}. Stop all processes, and start each with the same command"
                 )
-            self._requests[process] = _Request(step, wants_stop, is_publishing)
+            self._requests[process] = step, wants_stop, is_publishing
             self._changed.notify_all()
             # The next step is decided after this process has requested it.
             is_decided = self._changed.wait_for(lambda: self._decided >= step, _LONG_POLL_S)
@@ -128,16 +119,16 @@ class Steps:
     def wants_stop(self) -> bool:
         """Whether another trainer process received a stop signal."""
         with self._changed:
-            return any(request.wants_stop for request in self._requests.values())
+            return any(wants_stop for _, wants_stop, _ in self._requests.values())
 
     def _wait(self, step: int) -> None:
         """Wait until every process has requested this step."""
 
         def missing() -> list[int]:
-            done = {p for p, request in self._requests.items() if request.step >= step}
-            return [p for p in self._settings.processes if p not in done]
+            done = {p for p, request in self._requests.items() if request[0] >= step}
+            return [p for p in self._processes if p not in done]
 
-        limit_s = self._settings.timeout_s
+        limit_s = self._timeout_s
         with self._changed:
             if not self._changed.wait_for(lambda: not missing(), limit_s):
                 raise PeerError(

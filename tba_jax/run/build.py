@@ -26,7 +26,7 @@ from tba_jax.models import lora
 from tba_jax.remote.client import Client
 from tba_jax.remote.evaluation_queue import EvaluationQueue
 from tba_jax.remote.owner import Owner, OwnerSettings
-from tba_jax.remote.steps import Steps, StepSettings
+from tba_jax.remote.steps import Steps
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.report.progress import ProgressDisplay
 from tba_jax.run import model_parts, task_parts
@@ -262,7 +262,9 @@ def _make_owner(
 ) -> Owner:
     """Return the owner of the run's tickets, before it is restored."""
     config, max_staleness = shared.config, shared.config.replay.max_staleness
-    step_settings = StepSettings(
+    steps = Steps(
+        buffer,
+        model_parts.make_layout(config, shared.tokenizer, shared.sites.trainer.mesh),
         num_steps=config.num_steps,
         sync_period=config.sync_period,
         checkpoint_period=config.checkpoint.period,
@@ -281,8 +283,7 @@ def _make_owner(
         initial_fill=config.search.initial_fill,
         samples_per_prompt=config.search.samples_per_prompt,
     )
-    layout = model_parts.make_layout(config, shared.tokenizer, shared.sites.trainer.mesh)
-    steps, clock = Steps(step_settings, buffer, layout), shared.clock
+    clock = shared.clock
     return Owner(
         settings, buffer, prompts, evaluations, steps, given=given, run_clock=clock, log=note
     )

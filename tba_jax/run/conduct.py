@@ -42,7 +42,6 @@ def conduct(
     *,
     hold: Hold | None,
     start_s: float,
-    console: Console | None = None,
     link: Peer | None = None,
     callbacks: Sequence[Callable[..., Any]] = (),
 ) -> Outcome:
@@ -52,7 +51,6 @@ def conduct(
         cluster: the trainer processes of the run; all of them call this function.
         interrupted: function that returns True if the run must stop; called between steps.
         hold: lock of the work directory; None if another process holds it.
-        console: console of the progress; None: standard output, in process 0 only.
         link: connection to the other processes of the run.
         callbacks: functions of (step, values), called after each step.
 
@@ -62,8 +60,7 @@ def conduct(
         WorkdirLost: the work directory was removed, or its storage fails.
     """
     task, is_primary = make_task(config), cluster.is_primary
-    if console is None and not is_primary:
-        console = Console(quiet=True, force_terminal=False)
+    console = None if is_primary else Console(quiet=True, force_terminal=False)
     kind = task.response_kinds[0] if task.response_kinds else ""
     display = ProgressDisplay(
         config.num_steps, kind=kind, metric=task.metric, console=console, start_s=start_s

@@ -16,7 +16,7 @@ from tba_jax.remote.channel import Channel, ChannelServer, Endpoint
 from tba_jax.remote.client import Client
 from tba_jax.remote.messages import Decision, StepPlan, decode, encode
 from tba_jax.remote.owner import owner_handlers
-from tba_jax.remote.steps import Steps, StepSettings
+from tba_jax.remote.steps import Steps
 
 
 def no():
@@ -28,9 +28,9 @@ def yes():
 
 
 def make_steps(*processes, is_ready=yes, timeout_s=5.0, **changes):
-    settings = StepSettings(10, 2, 5, processes=processes, timeout_s=timeout_s, **changes)
     buffer = SimpleNamespace(draw=lambda *_: make_draws() if is_ready() else None)
-    return Steps(settings, buffer, PADDED)
+    settings = {"num_steps": 10, "sync_period": 2, "checkpoint_period": 5, **changes}
+    return Steps(buffer, PADDED, processes=processes, timeout_s=timeout_s, **settings)
 
 
 def request(steps, process, step, wants_stop=False, is_publishing=False):
