@@ -10,8 +10,8 @@ and including EOS, from submission to the last response on the host. Every repea
 process and is warmed up before it is measured; figures are medians of the repeats. Use a quiet
 machine: a large `cpu_s`, the processor time, shows disturbed repeats.
 
-`first_token_s` is the end of the first chunk. `roofline_share` is the time that a decode step needs
-at the measured memory bandwidth or matmul rate, whichever is slower, divided by its measured time.
+`roofline_share` is the time that a decode step needs at the measured memory bandwidth or matmul
+rate, whichever is slower, divided by its measured time.
 """
 
 import argparse
@@ -28,7 +28,8 @@ import numpy as np
 
 from tba_jax.bench import harness
 from tba_jax.bench.harness import SHAPES, Figures
-from tba_jax.decoding.engine import Decoder, row_keys
+from tba_jax.decoding.engine import Decoder
+from tba_jax.decoding.keys import row_keys
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.decoding.session import Session
 from tba_jax.devices.platform import platform_of
@@ -43,7 +44,7 @@ WORKLOADS: Mapping[str, Mapping[str, Any]] = {
     "uniform": dict(zip(_SIZES, (32, 1, 64, 128), strict=True)) | {"has_eos": False},
     "rl": dict(zip(_SIZES, (8, 16, 256, 256), strict=True)) | {"has_eos": True},
 }
-_TIMES = ("first_token_s", "prefill_s", "decode_s", "cpu_s", "step_s", "bound_step_s")
+_TIMES = ("prefill_s", "decode_s", "cpu_s", "step_s", "bound_step_s")
 _COLUMNS = ("tokens_per_s", *_TIMES, "response_length", "slot_share", "roofline_share")
 
 
@@ -147,7 +148,6 @@ def engine(job: Figures) -> Figures:
         "tokens_per_s": sum(lengths) / wall_s,
         "wall_s": wall_s,
         "cpu_s": cpu_s,
-        "first_token_s": statistics.first_token_s,
         "prefill_s": statistics.prefill_s,
         "decode_s": statistics.chunk_s,
         "response_length": float(np.mean(lengths)),

@@ -6,25 +6,29 @@ weight version compiles nothing.
 """
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
-from jaxtyping import Array
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from tba_jax.decoding import programs
+from tba_jax.decoding.programs import Caches, Prefixes, Programs, empty_slots
+from tba_jax.decoding.shardings import cache_sharding
 from tba_jax.decoding.stop_strings import StopStrings
-from tba_jax.devices.sharding import AXIS_RULES
+from tba_jax.devices.sharding import placed_shapes
 from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.models import attention, kv_cache, transformer
-from tba_jax.models.kv_cache import LayerCache
 from tba_jax.models.transformer import Params, TransformerConfig
 
 CHUNK_STEPS = 8
 """Default number of decode steps between two checks by the host."""
+# Maximum tokens of a call that reads prompts: enough to be limited by arithmetic on every device,
+# few enough that attention scores fit in memory with the cache. After kept prefixes, scores of
+# every column of the cache are in memory.
+PREFILL_TOKENS, EXTEND_TOKENS = 8192, 2048
+# Compiled numbers of tokens after a kept prefix; a cache's length is one, too.
+ADDED_TOKENS = (8, 32, 128, 512)
 
 
 class Compiled:
@@ -45,7 +49,7 @@ class Compiled:
     Attributes:
         stop_strings: texts that also end a response; initially None.
         cache_length: columns of every cache, for `max_length` tokens and one chunk.
-        extend, copy, run_chunk: the jitted functions of `programs`.
+        extend, copy, run_chunk: the jitted methods of `Programs`.
     """
 
     def __init__(
@@ -65,106 +69,113 @@ class Compiled:
                 f"decoding got max_length = {max_length}; the model has {config.max_positions} "
                 "positions. Shorten the prompts or the responses"
             )
-        self.config = config
-        self.compute_dtype = jnp.dtype(compute_dtype)
-        self.eos_ids = tuple(eos_ids)
+        self.config, self.compute_dtype = config, jnp.dtype(compute_dtype)
+        self.eos_ids, self.pad_id = tuple(eos_ids), pad_id
         self.stop_strings: StopStrings | None = None
-        self.pad_id = pad_id
         self.prompt_buckets = tuple(prompt_buckets)
-        self.max_length = max_length
-        self.chunk_steps = chunk_steps
+        self.max_length, self.chunk_steps = max_length, chunk_steps
         self.cache_length = -(-(max_length + chunk_steps) // 8) * 8
         self.cache_sharding = cache_sharding(config, site.mesh) if site.is_divided else None
         self._locked = site.locked
         self._traced: set[tuple[Any, ...]] = set()
-        static = {
-            "config": config,
-            "compute_dtype": self.compute_dtype,
-            "cache_sharding": self.cache_sharding,
-        }
         kernels = attention.Kernels(config.attention, site.platform, self.cache_sharding)
-        self.extend = self._jit(programs.extend, **static, kernels=kernels)
-        self.copy = self._jit(programs.copy, donated=0)
+        programs = Programs(config, self.compute_dtype, kernels, chunk_steps, pad_id)
+        self.extend = self._jit(programs.extend)
+        self.copy = self._jit(programs.copy, donate_argnums=0)
         self.run_chunk = self._jit(
-            programs.run_chunk, donated=1, **static, num_steps=chunk_steps, pad_id=pad_id
+            programs.run_chunk, donate_argnums=1, static_argnames="is_truncated"
         )
-        self._unstack = site.locked(
-            jax.jit(functools.partial(transformer.unstack_layers, config=config))
-        )
+        unstack = functools.partial(transformer.unstack_layers, config=config)
+        self._unstack = site.locked(jax.jit(unstack))
 
     @property
     def compile_count(self) -> int:
         """Number of distinct programs traced so far."""
         return len(self._traced)
 
-    def _jit(
-        self, function: Callable[..., Any], *, donated: int | tuple[()] = (), **fixed: Any
-    ) -> Any:
-        """Return the jitted function with some keyword arguments fixed; count each trace."""
+    def _jit(self, program: Callable[..., Any], **options: Any) -> Any:
+        """Return the jitted program; count each trace."""
 
-        @functools.wraps(function)
+        def placed(x: jax.Array) -> jax.Array:
+            if self.cache_sharding is None or x.ndim < 3:  # tokens and log-probs have two axes
+                return x
+            return jax.lax.with_sharding_constraint(x, self.cache_sharding)
+
+        @functools.wraps(program)
         def traced(*args: Any, **kwargs: Any) -> Any:
             shapes = tuple(x.shape for x in jax.tree.leaves(args))
-            self._traced.add((function, shapes, tuple(kwargs.items())))
-            out = function(*args, **kwargs, **fixed)
-            if self.cache_sharding is None:
-                return out
-            return jax.tree.map(
-                lambda x: (  # tokens and log-probs have two axes, caches more
-                    x if x.ndim < 3 else jax.lax.with_sharding_constraint(x, self.cache_sharding)
-                ),
-                out,
-            )
+            self._traced.add((program.__name__, shapes, *kwargs.items()))
+            return jax.tree.map(placed, program(*args, **kwargs))
 
-        static = () if function is not programs.run_chunk else ("is_truncated",)
-        return self._locked(jax.jit(traced, donate_argnums=donated, static_argnames=static))
+        return self._locked(jax.jit(traced, **options))
 
-    def new_cache(self, num_rows: int, where: jax.sharding.Sharding) -> tuple[LayerCache, ...]:
-        """Return caches of zeros on the devices of `where`, sharded by `cache_sharding` if any."""
-        where = self.cache_sharding or where
-
-        def zeros(x: jax.ShapeDtypeStruct) -> Array:
-            return jnp.zeros(x.shape, x.dtype, device=where)
-
-        return self._locked(lambda: jax.tree.map(zeros, self._abstract_cache(num_rows)))()
-
-    def cache_bytes(self, num_rows: int, length: int | None = None) -> int:
-        """Return the bytes of caches per device, without padding of the device's layout.
+    def abstract_cache(
+        self, num_rows: int, length: int | None = None, where: Sharding | None = None
+    ) -> Caches:
+        """Return caches as ShapeDtypeStructs, on a mesh sharded by `cache_sharding`.
 
         Args:
             length: number of columns; None: `cache_length`.
+            where: sharding on one device.
         """
-        sharding = self.cache_sharding
-        return sum(
-            math.prod(x.shape if sharding is None else sharding.shard_shape(x.shape))
-            * x.dtype.itemsize
-            for x in jax.tree.leaves(self._abstract_cache(num_rows, length))
-        )
+        where, length = self.cache_sharding or where, length or self.cache_length
+        shapes = kv_cache.abstract_layers(self.config, num_rows, length, self.compute_dtype)
+        return placed_shapes(shapes, jax.tree.map(lambda _: where, shapes)) if where else shapes
 
-    def _abstract_cache(self, num_rows: int, length: int | None = None) -> tuple[LayerCache, ...]:
-        length = self.cache_length if length is None else length
-        return kv_cache.abstract_layers(self.config, num_rows, length, self.compute_dtype)
+    def new_cache(self, num_rows: int, where: Sharding) -> Caches:
+        """Return caches of zeros; on one device, on that of `where`."""
+        shapes = self.abstract_cache(num_rows, where=where)
+
+        def zeros(x: jax.ShapeDtypeStruct) -> jax.Array:
+            return jnp.zeros(x.shape, x.dtype, device=x.sharding)
+
+        return self._locked(lambda: jax.tree.map(zeros, shapes))()
 
     def weights(self, params: Params) -> Params:
         """Return params in the decoder's layout, a tuple of layers; convert them if necessary."""
         return params if isinstance(params["layers"], tuple) else self._unstack(params)
 
+    def lower_all(
+        self,
+        weights: Params,
+        *,
+        num_slots: int,
+        prompt_length: int,
+        prefill_prompts: int = 1,
+        num_stop_ids: int = 1,
+    ) -> dict[str, Callable[[], jax.stages.Lowered]]:
+        """Return {name: function that lowers the program} of a session of these sizes.
 
-def cache_sharding(config: TransformerConfig, mesh: Mesh) -> NamedSharding:
-    """Return the sharding of a cache [n g c e] and of states: over key/value heads.
+        Lowering needs neither weights nor attached devices; `jax.experimental.topologies` suffices.
+        Each lowering counts as a trace.
 
-    With fewer heads than devices, neighbouring devices replicate a head: the mesh axis is split in
-    two. If heads were not sharded, the compiler would copy each device's head out of the cache in
-    every chunk: half a cache more for 2 heads on 4 devices.
-    """
-    axis = AXIS_RULES["kv_heads"].mesh_axis
-    if axis not in mesh.shape:
-        return NamedSharding(mesh, PartitionSpec())
-    divided = math.gcd(mesh.shape[axis], config.num_kv_heads, config.delta_key_heads)
-    copies = mesh.shape[axis] // divided
-    if copies > 1:
-        at = mesh.axis_names.index(axis)
-        before, after = mesh.devices.shape[:at], mesh.devices.shape[at + 1 :]
-        names = (*mesh.axis_names[:at], axis, f"{axis}_copies", *mesh.axis_names[at + 1 :])
-        mesh = Mesh(mesh.devices.reshape(*before, divided, copies, *after), names)
-    return NamedSharding(mesh, PartitionSpec(None, axis))
+        Args:
+            weights: return value of `abstract_weights`, on the devices to compile for.
+            prompt_length: padded length of the prompts.
+            prefill_prompts: prompts per prefill call.
+            num_stop_ids: maximum number of stop ids of a request.
+        """
+        # Host arguments have no sharding; caches are on the devices of the weights.
+        where = jax.tree.leaves(weights)[0].sharding
+        if isinstance(where, NamedSharding):
+            where = NamedSharding(where.mesh, PartitionSpec())
+
+        def ints(*shape: int) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+        def lower(program: Any, *args: Any, **static: Any) -> Callable[[], jax.stages.Lowered]:
+            return lambda: program.lower(*args, **static)
+
+        length, n, p = self.cache_length, num_slots, prefill_prompts
+        history = self.abstract_cache(n, where=where)
+        read = self.abstract_cache(p, prompt_length, where)
+        rows = ints(max(1, EXTEND_TOKENS // length))
+        added = ints(*rows.shape, length)  # an observation may be as long as a cache
+        chunk = self.run_chunk, weights, history, empty_slots(n, num_stop_ids)
+        return {
+            "prefill": lower(self.extend, weights, ints(p, prompt_length), ints(p), None),
+            "extend": lower(self.extend, weights, added, rows, Prefixes(history, rows, rows)),
+            "copy": lower(self.copy, history, read, ints(n), ints(n)),
+            "chunk": lower(*chunk, is_truncated=False),
+            "chunk_truncated": lower(*chunk, is_truncated=True),
+        }

@@ -9,13 +9,13 @@ response depends only on its own prompt, key and settings.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Array
 
-from tba_jax.decoding import keys
 from tba_jax.decoding.compiled import Compiled
+from tba_jax.decoding.keys import row_keys
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.decoding.session import Session
 from tba_jax.models.transformer import Params
@@ -40,31 +40,9 @@ class Decoded(NamedTuple):
 class Decoder(Compiled):
     """Decoder of one architecture: opens sessions, and decodes whole batches of prompts."""
 
-    def session(
-        self,
-        params: Params,
-        *,
-        num_slots: int,
-        prefill_prompts: int = 1,
-        num_stop_ids: int | None = None,
-        version: int = 0,
-        keeps_caches: bool = False,
-    ) -> Session:
-        """Return an empty session on the devices of `params`.
-
-        Args:
-            params: weights, stacked or in the decoder's layout.
-            num_slots: responses decoded at a time.
-            prefill_prompts: prompts per prefill call; long prompts are prefilled in smaller calls.
-            num_stop_ids: maximum number of stop ids of a request; None: the number of eos_ids.
-            version: version of the weights.
-            keeps_caches: whether to keep caches of ended responses, as many as slots, for prompts
-                that continue them. Such prompts depend on other requests by the rounding of their
-                cache.
-        """
-        return Session(
-            self, params, num_slots, prefill_prompts, num_stop_ids, version, keeps_caches
-        )
+    def session(self, params: Params, **options: Any) -> Session:
+        """Return an empty session on the devices of `params`; options are those of `Session`."""
+        return Session(self, params, **options)
 
     def decode(
         self,
@@ -121,8 +99,3 @@ class Decoder(Compiled):
             out.lengths[at] = n
             out.has_eos[at] = response.has_eos
         return out
-
-
-def row_keys(key: Array | np.ndarray, num_rows: int) -> np.ndarray:
-    """Return the key data of fold_in(key, row) for each row, uint32 [num_rows 2]."""
-    return keys.fold_in(keys.key_data(key), np.arange(num_rows))

@@ -42,3 +42,8 @@ def fold_in(
             x = x + keys[(i + 1) % 3]
             y = y + keys[(i + 2) % 3] + np.uint32(i + 1)
     return np.stack([x, y], axis=-1)
+
+
+def row_keys(key: Array | np.ndarray, num_rows: int) -> UInt32[np.ndarray, "n 2"]:
+    """Return the key data of fold_in(key, row) for each row from 0 to `num_rows` - 1."""
+    return fold_in(key_data(key), np.arange(num_rows))

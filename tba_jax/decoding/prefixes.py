@@ -5,16 +5,7 @@ When a turn ends, its caches stay in a row. The prompt of the next turn begins w
 reads the row and frees it. Invariant: which row is used depends only on the order of the calls.
 """
 
-from typing import NamedTuple
-
 import numpy as np
-
-
-class Kept(NamedTuple):
-    """A row of the prefix cache, and the number of tokens of its conversation."""
-
-    row: int
-    length: int
 
 
 class PrefixRows:
@@ -30,32 +21,32 @@ class PrefixRows:
 
     def put(self, tokens: np.ndarray) -> int:
         """Return the row for a conversation: a free one, or the least recently written one."""
-        row = self._free.pop() if self._free else next(iter(self._rows))
-        self._rows.pop(row, None)
+        row = next(iter(self._rows))
+        del self._rows[row]
         self._rows[row] = _bytes(tokens)
         return row
 
-    def find(self, prompt: np.ndarray) -> Kept | None:
-        """Return the row with the longest proper prefix of a prompt; None: there is no such row."""
-        text = _bytes(prompt) if self._rows else b""
+    def find(self, prompt: np.ndarray) -> tuple[int, int]:
+        """Return the row with the longest proper prefix of a prompt, and the prefix's length.
+
+        The length is 0 if there is no such row.
+        """
+        text = _bytes(prompt)
         found = [x for x in self._rows.items() if len(x[1]) < len(text) and text.startswith(x[1])]
-        if not found:
-            return None
-        row, longest = max(found, key=lambda x: len(x[1]))
-        return Kept(row, len(longest) // np.dtype(np.int32).itemsize)
+        row, longest = max(found, key=lambda x: len(x[1]), default=(0, b""))
+        return row, len(longest) // np.dtype(np.int32).itemsize
 
     def drop(self, tokens: np.ndarray) -> None:
         """Free a row of a conversation, if there is one."""
         text = _bytes(tokens)
         row = next((row for row, kept in self._rows.items() if kept == text), None)
         if row is not None:
-            del self._rows[row]
-            self._free.append(row)
+            self._rows = {row: b"", **{i: x for i, x in self._rows.items() if i != row}}
 
     def clear(self) -> None:
         """Free all rows."""
-        self._rows: dict[int, bytes] = {}  # the least recently written first
-        self._free = list(range(self.num_rows))
+        # Free rows have no bytes and come first; then the least recently written row.
+        self._rows = dict.fromkeys(range(self.num_rows), b"")
 
 
 def _bytes(tokens: np.ndarray) -> bytes:

@@ -84,7 +84,6 @@ class Statistics:
         prompt_tokens: number of prompt tokens that were prefilled or found in kept caches.
         kept_tokens: number of prompt tokens that were found in kept caches.
         prefill_s, chunk_s: wall time of prefill calls and of chunks.
-        first_token_s: seconds from the first submission to the end of the first chunk.
     """
 
     tokens: int = 0
@@ -94,4 +93,3 @@ class Statistics:
     kept_tokens: int = 0
     prefill_s: float = 0.0
     chunk_s: float = 0.0
-    first_token_s: float = 0.0

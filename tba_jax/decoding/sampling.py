@@ -14,13 +14,14 @@ drawn if its block has at least 2.4e-10 of the probability and the token at leas
 block.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int32, UInt32
+from jaxtyping import Array, Bool, Float32, Int32, UInt32
 
 # Integer mass of one level. Rounding adds at most half a unit per entry, and the float32 shares of
 # n entries sum to 1 within n / 2^24: cumulative sums stay below 2^31 up to 7,000 entries a level.
@@ -113,8 +114,10 @@ def sample_tokens(
         token, logprob = _draw(source, lambda w: jnp.where(w >= least, w, 0), bits, size)
     else:
         token, logprob = _draw(logits, tempered, bits, size)
-    token = jnp.where(is_greedy, _first_maximum(logits, block_max, size), token)
-    return token, jnp.where(is_greedy, 0, logprob)
+    # The first of the largest logits by blocks: XLA's argmax is ten times slower on CPU.
+    start, entries = _entries(logits, jnp.argmax(block_max, axis=-1).astype(jnp.int32), size)
+    greedy = start + jnp.argmax(entries, axis=-1).astype(jnp.int32)
+    return jnp.where(is_greedy, greedy, token), jnp.where(is_greedy, 0, logprob)
 
 
 def _draw(
@@ -123,8 +126,7 @@ def _draw(
     """Return (token, log-prob) of a draw in proportion to weights(source)."""
     block_weights = _reduce_blocks(source, size, lambda x, axis: jnp.sum(weights(x), axis=axis))
     block = _invert(_fixed_point(block_weights), bits[:, 0])
-    start, entries = _entries(source, block, size)
-    entries = _within_block(weights(entries[:, None])[:, 0], start, block, size)
+    start, entries = _entries(source, block, size, weights)
     entry = _invert(_fixed_point(entries), bits[:, 1])
     weight = jnp.take_along_axis(entries, entry[:, None], axis=-1)[:, 0]
     return start + entry, jnp.log(weight / jnp.sum(block_weights, axis=-1))
@@ -138,41 +140,32 @@ def _least_kept_weight(
 ) -> Float32[Array, " b"]:
     """Return the smallest weight that top-k and then top-p keep; the largest weight of a row is 1.
 
-    Weights lie in [0, 1]. Nothing is sorted: each filter keeps a set {w >= t}. The largest t whose
-    set suffices is found bit by bit, with 30 reads of the weights per filter. A filter that no row
+    Nothing is sorted: each filter keeps a set {w >= t}, and the largest t whose count or mass is at
+    least the wanted amount is found bit by bit, with 30 reads of the weights. A filter that no row
     uses reads nothing.
     """
 
-    def total(values: Weights) -> Float32[Array, " b"]:
-        sums = _reduce_blocks(weights, size, lambda x, axis: jnp.sum(values(x), axis=axis))
-        return jnp.sum(sums, axis=-1)
+    def total(t: Float32[Array, " b"], counts: bool) -> Float32[Array, " b"]:
+        """Return the count or the mass of the weights that are at least t."""
 
-    def count_from(t: Float32[Array, " b"]) -> Float32[Array, " b"]:
         # Counts up to 2^24 are exact in float32, and CPUs sum float32 faster than integers.
-        return total(lambda w: jnp.where(w >= t[:, None, None], 1.0, 0.0))
+        def values(w: Array, axis: int) -> Array:
+            return jnp.sum(jnp.where(w >= t[:, None, None], 1 if counts else w, 0.0), axis=axis)
 
-    def mass_from(t: Float32[Array, " b"]) -> Float32[Array, " b"]:
-        return total(lambda w: jnp.where(w >= t[:, None, None], w, 0.0))
+        return jnp.sum(_reduce_blocks(weights, size, values), axis=-1)
 
     def search(
-        is_used: Array, amount: Callable[[Array], Array], goal: Callable[[], Array], least: Array
+        is_used: Bool[Array, " b"], goal: Callable[[], Array], least: Array, *, counts: bool
     ) -> Float32[Array, " b"]:
-        """Return the largest threshold t of each row for which amount(t) is at least the goal.
-
-        Args:
-            is_used: bool [b], whether the row uses the filter, top-k or top-p.
-            amount: t [b] -> number or mass of the weights that are at least t.
-            goal: returns the amount to keep, [b]; positive where `is_used`.
-            least: [b], result of rows that do not use the filter.
-        """
+        """Return the largest t of rows that use the filter, `least` of the others."""
 
         def run() -> Array:
             wanted = goal()
 
             def refine(i: Array, pattern: Array) -> Array:
                 candidate = pattern | (1 << (_WEIGHT_BITS - 1 - i))
-                enough = amount(jax.lax.bitcast_convert_type(candidate, jnp.float32)) >= wanted
-                return jnp.where(enough, candidate, pattern)
+                t = jax.lax.bitcast_convert_type(candidate, jnp.float32)
+                return jnp.where(total(t, counts) >= wanted, candidate, pattern)
 
             start = jnp.zeros(least.shape, jnp.int32)
             pattern = jax.lax.fori_loop(0, _WEIGHT_BITS, refine, start)
@@ -180,23 +173,13 @@ def _least_kept_weight(
 
         return jax.lax.cond(jnp.any(is_used), run, lambda: least)
 
-    v = weights.shape[-1]
+    v, least = weights.shape[-1], jnp.zeros(top_p.shape, jnp.float32)
     k = jnp.clip(top_k, 1, v).astype(jnp.float32)
-    least = jnp.zeros(top_p.shape, jnp.float32)
-    least = search((top_k > 0) & (top_k < v), count_from, lambda: k, least)
+    least = search((top_k > 0) & (top_k < v), lambda: k, least, counts=True)
     # At top_p 0 the token with the largest weight, which is 1, remains.
     tiny = jnp.finfo(jnp.float32).tiny
-    return search(top_p < 1, mass_from, lambda: jnp.maximum(top_p * mass_from(least), tiny), least)
-
-
-def _first_maximum(
-    logits: Float32[Array, "b v"], block_max: Float32[Array, "b n"], size: int
-) -> Int32[Array, " b"]:
-    """Return the first index of each row's maximum; XLA's argmax is ten times slower on CPU."""
-    block = jnp.argmax(block_max, axis=-1).astype(jnp.int32)
-    # The short last block is read with entries of the previous block, which are all smaller.
-    start, entries = _entries(logits, block, size)
-    return start + jnp.argmax(entries, axis=-1).astype(jnp.int32)
+    mass = functools.partial(total, least, counts=False)
+    return search(top_p < 1, lambda: jnp.maximum(top_p * mass(), tiny), least, counts=False)
 
 
 def _fixed_point(weights: Float32[Array, "b n"]) -> Int32[Array, "b n"]:
@@ -242,25 +225,22 @@ def _reduce_blocks(
 
 
 def _entries(
-    x: Float32[Array, "b v"], block: Int32[Array, " b"], size: int
+    x: Float32[Array, "b v"], block: Int32[Array, " b"], size: int, weights: Weights | None = None
 ) -> tuple[Int32[Array, " b"], Float32[Array, "b e"]]:
     """Return (start, x[start : start + size]) of each row, a slice that contains the row's block.
 
     If the last block is short, the slice begins with entries of the previous block.
+
+    Args:
+        weights: applied to the entries; entries of the previous block become 0. None: neither.
     """
     start = jnp.minimum(block * size, x.shape[-1] - size)
-    return start, jax.vmap(lambda row, i: jax.lax.dynamic_slice(row, (i,), (size,)))(x, start)
-
-
-def _within_block(
-    entries: Float32[Array, "b e"],
-    start: Int32[Array, " b"],
-    block: Int32[Array, " b"],
-    size: int,
-) -> Float32[Array, "b e"]:
-    """Set entries of a slice from `_entries` to 0 if they belong to the previous block."""
-    index = start[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
-    return jnp.where(index >= (block * size)[:, None], entries, 0)
+    found = jax.vmap(lambda row, i: jax.lax.dynamic_slice(row, (i,), (size,)))(x, start)
+    if weights is not None:
+        index = start[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
+        is_own = index >= (block * size)[:, None]
+        found = jnp.where(is_own, weights(found[:, None])[:, 0], 0)
+    return start, found
 
 
 def _block_size(vocab_size: int) -> int:

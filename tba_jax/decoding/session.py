@@ -12,6 +12,7 @@ weights that computed all of it.
 """
 
 import collections
+import dataclasses
 import time
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -20,22 +21,16 @@ import jax
 import numpy as np
 
 from tba_jax.decoding import programs
-from tba_jax.decoding.compiled import Compiled
-from tba_jax.decoding.prefixes import Kept, PrefixRows
+from tba_jax.decoding.compiled import ADDED_TOKENS, EXTEND_TOKENS, PREFILL_TOKENS, Compiled
+from tba_jax.decoding.prefixes import PrefixRows
+from tba_jax.decoding.programs import Caches
 from tba_jax.decoding.requests import Response, SamplingSettings, Statistics
 from tba_jax.flow.padding import bucket_length
-from tba_jax.models.kv_cache import LayerCache
 from tba_jax.models.transformer import Params
 
-# Maximum tokens of a call that reads prompts: enough to be limited by arithmetic on every device,
-# few enough that attention scores fit in memory with the cache. After kept prefixes, scores of
-# every column of the cache are in memory.
-PREFILL_TOKENS, EXTEND_TOKENS = 8192, 2048
 # Calls up to this many tokens, padding included, are not compiled for fewer prompts: on an
 # accelerator, such calls spend most of their time on reading the weights.
-SMALL_PREFILL_TOKENS = 128
-# Compiled numbers of tokens after a kept prefix; a cache's length is one, too.
-ADDED_TOKENS = (8, 32, 128, 512)
+_SMALL_PREFILL_TOKENS = 128
 
 
 class _Request(NamedTuple):
@@ -46,52 +41,68 @@ class _Request(NamedTuple):
     temperatures: np.ndarray
 
 
-class _Waiting(NamedTuple):
-    """Samples of prefilled prompts that wait for a slot; the prefill used weights `version`."""
-
-    version: int
-    caches: tuple[LayerCache, ...]
-    samples: collections.deque[tuple[int, _Request, int]]  # (row in caches, request, sample)
-
-
-class _Occupant(NamedTuple):
-    """Contents of a live slot."""
+@dataclasses.dataclass(eq=False)
+class _Sample:
+    """An unfinished response to a prompt that has been read: it waits for a slot, or has one."""
 
     request: _Request
-    sample: int
-    tokens: list[np.ndarray]
-    logprobs: list[np.ndarray]
-    versions: list[int]  # weight version of each part of `tokens`
+    index: int
+    row: int  # of the prompt in the caches that were read with it
     version_min: int
+    tokens: list[np.ndarray] = dataclasses.field(default_factory=list)
+    logprobs: list[np.ndarray] = dataclasses.field(default_factory=list)
+    versions: list[np.ndarray] = dataclasses.field(default_factory=list)
+
+    def response(self, has_eos: bool, version: int) -> Response:
+        return Response(
+            request=self.request.index,
+            sample=self.index,
+            tokens=np.concatenate(self.tokens),
+            token_logprobs=np.concatenate(self.logprobs),
+            has_eos=has_eos,
+            version_min=self.version_min,
+            version_max=version,
+            temperature=float(self.request.temperatures[self.index]),
+            token_versions=np.concatenate(self.versions),
+        )
 
 
 class Session:
-    """Queue and slots on one set of devices; one thread calls it. `Decoder.session` makes it."""
+    """Queue and slots on one set of devices; one thread calls it. `Decoder.session` makes it.
+
+    Args:
+        params: weights, stacked or in the decoder's layout.
+        num_slots: responses decoded at a time.
+        prefill_prompts: prompts per prefill call; long prompts are prefilled in smaller calls.
+        num_stop_ids: maximum number of stop ids of a request; None: the number of eos_ids.
+        version: version of the weights.
+        keeps_caches: whether to keep caches of ended responses, as many as slots, for prompts that
+            continue them. Such prompts depend on other requests by the rounding of their cache.
+    """
 
     def __init__(
         self,
         decoder: Compiled,
         params: Params,
+        *,
         num_slots: int,
-        prefill_prompts: int,
-        num_stop_ids: int | None,
-        version: int,
-        keeps_caches: bool,
+        prefill_prompts: int = 1,
+        num_stop_ids: int | None = None,
+        version: int = 0,
+        keeps_caches: bool = False,
     ):
         if num_slots < 1:
             raise ValueError(f"decoding got num_slots = {num_slots}; wanted at least 1")
-        self.decoder = decoder
-        self.num_slots = num_slots
-        self.version = version
+        self.decoder, self.num_slots, self.version = decoder, num_slots, version
         self.statistics = Statistics()
         self._weights = decoder.weights(params)
         self._prefill_prompts = prefill_prompts
+        self._requests = collections.deque[_Request]()
+        self._waiting = collections.deque[_Sample]()  # their prompts are in `_read`
+        self._read: Caches = ()
+        self._samples: list[_Sample | None] = [None] * num_slots  # of each slot
+        self._num_submitted = self._num_unfinished = 0  # requests; samples
         num_stop_ids = max(1, len(decoder.eos_ids) if num_stop_ids is None else num_stop_ids)
-        self._requests: collections.deque[_Request] = collections.deque()
-        self._waiting: _Waiting | None = None
-        self._occupants: list[_Occupant | None] = [None] * num_slots
-        self._num_submitted = self._num_queued = 0  # prompts; samples without a slot
-        self._started: float | None = None
         self._slots = programs.empty_slots(num_slots, num_stop_ids)
         where = jax.tree.leaves(self._weights)[0].sharding
         self._history = decoder.new_cache(num_slots, where)
@@ -101,13 +112,8 @@ class Session:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the queue is empty and no response is unfinished."""
-        return not (self._requests or self._waiting or any(self._occupants))
-
-    @property
-    def is_waiting(self) -> bool:
-        """Return False: a plain session never waits for an environment."""
-        return False
+        """Whether no response is unfinished."""
+        return not self._num_unfinished
 
     @property
     def room(self) -> int:
@@ -115,7 +121,7 @@ class Session:
 
         Other threads may read the property while the session's thread decodes.
         """
-        return self.num_slots - int(self._slots.is_live.sum()) - self._num_queued
+        return self.num_slots - self._num_unfinished
 
     def submit(
         self,
@@ -135,8 +141,18 @@ class Session:
         Raises:
             ValueError: the prompt is empty or too long, or has an id outside the vocabulary.
         """
-        index = self._num_submitted
-        decoder, prompt = self.decoder, np.asarray(prompt)
+        index, prompt = self._num_submitted, np.asarray(prompt)
+        self._check(prompt, settings, index)
+        if temperatures is None:
+            temperatures = np.full(len(keys), settings.temperature, np.float32)
+        prompt, keys = prompt.astype(np.int32), np.asarray(keys)
+        self._requests.append(_Request(index, prompt, keys, settings, temperatures))
+        self._num_submitted += 1
+        self._num_unfinished += len(keys)
+        return index
+
+    def _check(self, prompt: np.ndarray, settings: SamplingSettings, index: int) -> None:
+        decoder, size = self.decoder, self.decoder.config.vocab_size
         if len(prompt) == 0:
             raise ValueError(
                 f"decode() got an empty prompt (row {index}); give at least one token, such as "
@@ -149,7 +165,6 @@ class Session:
                 "of them, or make the decoder with a larger max_length"
             )
         bucket_length(len(prompt), decoder.prompt_buckets)  # raises if no bucket is large enough
-        size = decoder.config.vocab_size
         if prompt.min() < 0 or prompt.max() >= size:
             bad = int(prompt[(prompt < 0) | (prompt >= size)][0])
             raise ValueError(
@@ -162,35 +177,23 @@ class Session:
                 f"decode() got {len(settings.stop_ids)} stop ids (row {index}); this session was "
                 f"made for {room}. Make it with a larger num_stop_ids"
             )
-        if temperatures is None:
-            temperatures = np.full(len(keys), settings.temperature, np.float32)
-        self._requests.append(
-            _Request(index, prompt.astype(np.int32), np.asarray(keys), settings, temperatures)
-        )
-        self._num_submitted += 1
-        self._num_queued += len(keys)
-        if self._started is None:
-            self._started = time.perf_counter()
-        return index
 
     def cancel(self, request: int) -> None:
         """Drop the unfinished samples of a request; other requests get its slots."""
         self._requests = collections.deque(r for r in self._requests if r.index != request)
-        if self._waiting is not None:
-            kept = collections.deque(x for x in self._waiting.samples if x[1].index != request)
-            self._waiting = self._waiting._replace(samples=kept) if kept else None
-        num_waiting = 0 if self._waiting is None else len(self._waiting.samples)
-        self._num_queued = num_waiting + sum(len(r.keys) for r in self._requests)
-        for slot, occupant in enumerate(self._occupants):
-            if occupant is not None and occupant.request.index == request:
-                self._occupants[slot] = None
+        self._waiting = collections.deque(s for s in self._waiting if s.request.index != request)
+        for slot, sample in enumerate(self._samples):
+            if sample is not None and sample.request.index == request:
+                self._samples[slot] = None
                 self._slots.is_live[slot] = False
+        queued = sum(len(r.keys) for r in self._requests) + len(self._waiting)
+        self._num_unfinished = queued + sum(s is not None for s in self._samples)
 
     def unfinished(self, request: int) -> dict[int, tuple[np.ndarray, np.ndarray]]:
         """Return sample -> (tokens, log-probs) so far, for samples of a request that have slots."""
         return {
-            each.sample: (np.concatenate(each.tokens), np.concatenate(each.logprobs))
-            for each in self._occupants
+            each.index: (np.concatenate(each.tokens), np.concatenate(each.logprobs))
+            for each in self._samples
             if each is not None and each.request.index == request and each.tokens
         }
 
@@ -215,117 +218,96 @@ class Session:
     def step(self) -> list[Response]:
         """Fill the free slots, run one chunk, and return the responses that ended in it."""
         self._admit()
-        live = self._slots.is_live
+        live, settings = self._slots.is_live, self._slots.settings
         if not live.any():
             return []
-        start = time.perf_counter()
-        settings = self._slots.settings
+        start_s = time.perf_counter()
+        is_truncated = ((settings.top_p < 1) | (settings.top_k > 0))[live].any()
         tokens, logprobs, self._history = self.decoder.run_chunk(
-            self._weights,
-            self._history,
-            self._slots,
-            is_truncated=bool(((settings.top_p < 1) | (settings.top_k > 0))[live].any()),
+            self._weights, self._history, self._slots, is_truncated=bool(is_truncated)
         )
         finished = self._collect(np.asarray(tokens), np.asarray(logprobs))
-        end = time.perf_counter()
-        self.statistics.chunk_s += end - start
-        if not self.statistics.first_token_s and self._started is not None:
-            self.statistics.first_token_s = end - self._started
+        self.statistics.chunk_s += time.perf_counter() - start_s
         return finished
 
     def _admit(self) -> None:
         """Assign samples to free slots."""
-        free = [i for i, occupant in enumerate(self._occupants) if occupant is None]
-        while free:
-            if self._waiting is None:
-                self._waiting = self._read_prompts()
-            if self._waiting is None:
-                return
-            version, caches, samples = self._waiting
-            rows = []
-            slots = free[: len(samples)]
+        free = [slot for slot, sample in enumerate(self._samples) if sample is None]
+        while free and (self._waiting or self._requests):
+            if not self._waiting:
+                self._read_prompts()
+            slots, rows = free[: len(self._waiting)], []
             for slot in slots:
-                row, request, sample = samples.popleft()
-                rows.append(row)
-                self._occupy(slot, request, sample, version)
-            self._num_queued -= len(slots)
-            self._history = self._copied(self._history, caches, slots, rows)
+                sample = self._waiting.popleft()
+                rows.append(sample.row)
+                self._occupy(slot, sample)
+            self._history = self._copied(self._history, self._read, slots, rows)
             free = free[len(slots) :]
-            if not samples:
-                self._waiting = None
+            if not self._waiting:
+                self._read = ()
 
-    def _copied(
-        self,
-        into: tuple[LayerCache, ...],
-        source: tuple[LayerCache, ...],
-        slots: list[int],
-        rows: list[int],
-    ) -> tuple[LayerCache, ...]:
+    def _copied(self, into: Caches, source: Caches, slots: list[int], rows: list[int]) -> Caches:
         """Return `into` with rows of `source` copied to `slots`."""
         # Few shapes: powers of 4. Unused entries have a slot that does not exist.
         wanted = 4 ** max(1, (len(slots) - 1).bit_length() + 1 >> 1)
         rest = min(self.num_slots, wanted) - len(slots)
-        return self.decoder.copy(
-            into,
-            source,
-            np.array(slots + [self.num_slots] * rest, np.int32),
-            np.array(rows + [0] * rest, np.int32),
-        )
+        slots, rows = slots + [self.num_slots] * rest, rows + [0] * rest
+        return self.decoder.copy(into, source, np.array(slots, np.int32), np.array(rows, np.int32))
 
-    def _read_prompts(self) -> _Waiting | None:
+    def _read_prompts(self) -> None:
         """Compute the caches of the next prompts of the queue; free the rows of their prefixes.
 
         A call has only prompts with kept prefixes, or only prompts without. Their number and length
         are padded to one of a few compiled shapes.
         """
-        if not self._requests:
-            return None
         start_s, decoder = time.perf_counter(), self.decoder
-        has_prefix = self._prefixes.find(self._requests[0].prompt) is not None
+        has_prefix = self._prefixes.find(self._requests[0].prompt)[1] > 0
         widths, limit = decoder.prompt_buckets, PREFILL_TOKENS
         if has_prefix:
             longest = decoder.cache_length
             widths, limit = (*(n for n in ADDED_TOKENS if n < longest), longest), EXTEND_TOKENS
-        batch, found, width = list[_Request](), list[Kept](), 0
+        batch, found, width = list[_Request](), list[tuple[int, int]](), 0
         while self._requests and len(batch) < self._prefill_prompts:
             prompt = self._requests[0].prompt
-            kept = self._prefixes.find(prompt)
-            own = Kept(0, 0) if kept is None else kept
-            wider = max(width, bucket_length(len(prompt) - 1 - own.length, widths))
+            row, before = self._prefixes.find(prompt)
+            wider = max(width, bucket_length(len(prompt) - 1 - before, widths))
             is_full = bool(batch) and (len(batch) + 1) * wider > limit
-            if is_full or (kept is not None) != has_prefix:
+            if is_full or (before > 0) != has_prefix:
                 break
-            self._prefixes.drop(prompt[: own.length])
+            self._prefixes.drop(prompt[:before])
             batch.append(self._requests.popleft())
-            found.append(own)
+            found.append((row, before))
             width = wider
         size = max(1, min(self._prefill_prompts, limit // width))
-        if size * width > SMALL_PREFILL_TOKENS:
+        if size * width > _SMALL_PREFILL_TOKENS:
             # Few prompts may wait, and a row of padding costs as much as a prompt.
             size = min(size, 1 << (len(batch) - 1).bit_length())
         tokens = np.zeros((size, width), np.int32)
-        rows, before, lengths = np.zeros((3, size), np.int32)
-        for i, (request, kept) in enumerate(zip(batch, found, strict=True)):
-            added = request.prompt[kept.length : -1]
-            rows[i], before[i], lengths[i] = *kept, len(added)
+        rows, befores, lengths = np.zeros((3, size), np.int32)
+        for i, (request, (row, before)) in enumerate(zip(batch, found, strict=True)):
+            added = request.prompt[before:-1]
+            rows[i], befores[i], lengths[i] = row, before, len(added)
             tokens[i, : len(added)] = added
-        prefixes = programs.Prefixes(self._kept, rows, before) if has_prefix else None
-        caches = decoder.extend(self._weights, tokens, lengths, prefixes)
-        jax.block_until_ready(caches)  # for separate timing; the chunk would wait for it anyway
-        self.statistics.kept_tokens += sum(kept.length for kept in found)
+        prefixes = programs.Prefixes(self._kept, rows, befores) if has_prefix else None
+        self._read = decoder.extend(self._weights, tokens, lengths, prefixes)
+        jax.block_until_ready(self._read)  # for separate timing; the chunk would wait anyway
+        self._waiting.extend(
+            _Sample(request, j, row, self.version)
+            for row, request in enumerate(batch)
+            for j in range(len(request.keys))
+        )
+        self.statistics.kept_tokens += int(befores.sum())
         self.statistics.prompt_tokens += sum(len(request.prompt) - 1 for request in batch)
         self.statistics.prefill_s += time.perf_counter() - start_s
-        samples = ((i, x, sample) for i, x in enumerate(batch) for sample in range(len(x.keys)))
-        return _Waiting(self.version, caches, collections.deque(samples))
 
-    def _occupy(self, slot: int, request: _Request, sample: int, version: int) -> None:
-        slots, settings = self._slots, request.settings
+    def _occupy(self, slot: int, sample: _Sample) -> None:
+        slots, request, settings = self._slots, sample.request, sample.request.settings
         slots.last[slot] = request.prompt[-1]
         slots.length[slot] = len(request.prompt) - 1
         slots.count[slot] = 0
         slots.is_live[slot] = True
-        slots.keys[slot] = request.keys[sample]
-        slots.settings.temperature[slot] = request.temperatures[sample]
+        slots.keys[slot] = request.keys[sample.index]
+        slots.settings.temperature[slot] = request.temperatures[sample.index]
         slots.settings.top_p[slot] = settings.top_p
         slots.settings.top_k[slot] = settings.top_k
         slots.min_new_tokens[slot] = settings.min_new_tokens
@@ -333,60 +315,43 @@ class Session:
         stop_ids = self.decoder.eos_ids if settings.stop_ids is None else settings.stop_ids
         slots.stop_ids[slot] = -1
         slots.stop_ids[slot, : len(stop_ids)] = stop_ids
-        self._occupants[slot] = _Occupant(request, sample, [], [], [], version)
+        self._samples[slot] = sample
 
     def _collect(self, tokens: np.ndarray, logprobs: np.ndarray) -> list[Response]:
         """Append the chunk's tokens to their responses and free the slots of finished ones."""
-        slots = self._slots
+        slots, finished, longest, kept = self._slots, list[Response](), 0, dict[int, int]()
         is_stop = (tokens[:, :, None] == slots.stop_ids).any(axis=2)
-        stops = is_stop.any(axis=0)
-        # Tokens of each slot up to its first stop token, inclusive.
-        ends = np.where(stops, is_stop.argmax(axis=0) + 1, len(tokens)).tolist()
-        finished, longest, kept = [], 0, dict[int, int]()
-        for slot, occupant in enumerate(self._occupants):
-            if occupant is None:
+        # Tokens of each slot up to its first stop token, inclusive, or up to the length limit.
+        ends = np.where(is_stop.any(axis=0), is_stop.argmax(axis=0) + 1, len(tokens))
+        ends = np.minimum(ends, slots.max_new_tokens - slots.count)
+        for slot, sample in enumerate(self._samples):
+            if sample is None:
                 continue
-            drawn = tokens[:, slot]
-            limit = int(slots.max_new_tokens[slot] - slots.count[slot])
-            num = decoded = min(ends[slot], limit)
+            count, drawn = int(slots.count[slot]), tokens[: ends[slot], slot]
+            num, has_eos = len(drawn), bool(is_stop[len(drawn) - 1, slot])
             longest = max(longest, num)
-            has_ended = bool(stops[slot]) and ends[slot] <= limit
-            stop_strings = occupant.request.settings.stop_strings or self.decoder.stop_strings
-            if stop_strings is not None:
-                count = int(slots.count[slot])
-                so_far = np.concatenate([*occupant.tokens, drawn[:num]])
-                if end := stop_strings.end(so_far, count):
-                    num, has_ended = end - count, True
-            occupant.tokens.append(drawn[:num])
-            occupant.logprobs.append(logprobs[:num, slot])
-            occupant.versions.append(self.version)
+            stop_strings = sample.request.settings.stop_strings or self.decoder.stop_strings
+            end = stop_strings and stop_strings.end(np.concatenate([*sample.tokens, drawn]), count)
+            if end:
+                num, has_eos = end - count, True
+            sample.tokens.append(drawn[:num])
+            sample.logprobs.append(logprobs[:num, slot])
+            sample.versions.append(np.full(num, self.version, np.int32))
             slots.count[slot] += num
             slots.length[slot] += num
             slots.last[slot] = drawn[num - 1]
             self.statistics.tokens += num
-            if has_ended or slots.count[slot] == slots.max_new_tokens[slot]:
-                slots.is_live[slot] = False
-                self._occupants[slot] = None
-                # A state cannot go back to the token that completed a stop string.
-                is_exact = num == decoded or not self._has_states
-                if self._prefixes.num_rows and is_exact and occupant.version_min == self.version:
-                    parts = (occupant.request.prompt, *occupant.tokens)
-                    kept[slot] = self._prefixes.put(np.concatenate(parts)[:-1])
-                finished.append(
-                    Response(
-                        request=occupant.request.index,
-                        sample=occupant.sample,
-                        tokens=np.concatenate(occupant.tokens),
-                        token_logprobs=np.concatenate(occupant.logprobs),
-                        has_eos=has_ended,
-                        version_min=occupant.version_min,
-                        version_max=self.version,
-                        temperature=float(occupant.request.temperatures[occupant.sample]),
-                        token_versions=np.repeat(
-                            np.array(occupant.versions, np.int32), list(map(len, occupant.tokens))
-                        ),
-                    )
-                )
+            if not has_eos and slots.count[slot] < slots.max_new_tokens[slot]:
+                continue
+            slots.is_live[slot] = False
+            self._samples[slot] = None
+            self._num_unfinished -= 1
+            # A state cannot go back to the token that completed a stop string.
+            is_exact = num == len(drawn) or not self._has_states
+            if self._prefixes.num_rows and is_exact and sample.version_min == self.version:
+                text = np.concatenate([sample.request.prompt, *sample.tokens])
+                kept[slot] = self._prefixes.put(text[:-1])
+            finished.append(sample.response(has_eos, self.version))
         self.statistics.steps += longest
         self.statistics.slot_steps += longest * self.num_slots
         if kept:

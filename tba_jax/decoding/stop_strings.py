@@ -20,9 +20,6 @@ class StopStrings:
         strings: one or more texts that are not empty.
         decode: function token ids -> text. Further tokens do not change the text of earlier tokens,
             except an unfinished character at its end.
-
-    Attributes:
-        strings: the strings.
     """
 
     def __init__(
@@ -40,8 +37,11 @@ class StopStrings:
             num_read: length of a prefix whose text is known to contain no stop string.
         """
         # Decode only a suffix: strings that the new tokens could complete begin in their text or
-        # shortly before.
-        if not self._is_in(tokens[self._tail(tokens, num_read) :]):
+        # at most `_reach` characters before.
+        size, read = self._reach, tokens[:num_read]
+        while size < num_read and len(self._decode(read[-size:])) < self._reach:
+            size *= 2
+        if not self._is_in(tokens[max(0, num_read - size) :]):
             return 0
         ends = range(num_read + 1, len(tokens) + 1)
         return next((end for end in ends if self._is_in(tokens[:end])), 0)
@@ -49,15 +49,3 @@ class StopStrings:
     def _is_in(self, tokens: np.ndarray) -> bool:
         text = self._decode(tokens)
         return any(string in text for string in self.strings)
-
-    def _tail(self, tokens: np.ndarray, num_read: int) -> int:
-        """Return an index i: the text of tokens[i:num_read] has at least `_reach` characters.
-
-        Try suffixes of doubling length; return 0 if the length reaches `num_read`.
-        """
-        size = self._reach
-        while size < num_read:
-            if len(self._decode(tokens[num_read - size : num_read])) >= self._reach:
-                return num_read - size
-            size *= 2
-        return 0

@@ -108,7 +108,7 @@ def _divides_heads_alike(sharding: NamedSharding | None) -> bool:
     if sharding is None:
         return True
     _, heads = cache_axes(sharding)
-    # A decoder's mesh may divide the axis `model` into two (`decoding.compiled.cache_sharding`).
+    # A decoder's mesh may divide the axis `model` into two (`decoding.shardings.cache_sharding`).
     sizes = dict(sharding.mesh.shape)
     parts = math.prod(size for axis, size in sizes.items() if axis.startswith("model"))
     return parts == (1 if heads is None else sizes[heads])

@@ -50,7 +50,7 @@ def feed_forward(
         return _of_rows(rows, leaves, chosen, jnp.int32(0), config=config).reshape(y.shape)
     row_axes = batch_axes(mesh)
     expert = "expert" if "expert" in mesh.shape else None
-    # A decoder's mesh may divide the axis `model` into two (`decoding.compiled.cache_sharding`).
+    # A decoder's mesh may divide the axis `model` into two (`decoding.shardings.cache_sharding`).
     model = tuple(axis for axis in mesh.axis_names if axis.startswith("model"))
     of_experts = {
         "expert_down": PartitionSpec(expert, model or None),

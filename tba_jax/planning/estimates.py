@@ -10,7 +10,7 @@ from jax.sharding import SingleDeviceSharding
 
 from tba_jax.config.resolved import remat_of, shares_prompts
 from tba_jax.config.schema import Config
-from tba_jax.decoding import lowering
+from tba_jax.decoding.shardings import abstract_weights
 from tba_jax.devices.placement import MeshShape
 from tba_jax.devices.platform import Platform
 from tba_jax.models import attention, kv_cache, lora
@@ -105,7 +105,7 @@ def searcher_bytes(config: Config, model_config: TransformerConfig, device: Any)
 
     def weights(quantization: Quantization) -> Params:
         where = SingleDeviceSharding(device)
-        return lowering.abstract_weights(model_config, dtype, where, quantization)
+        return abstract_weights(model_config, dtype, where, quantization)
 
     held = weights(config.search.quantization)
     policy = model_parts.policy_config(config, model_config)

@@ -18,9 +18,9 @@ from jax.sharding import SingleDeviceSharding
 
 from tba_jax.config.resolved import remat_of, writes_versions
 from tba_jax.config.schema import Config
-from tba_jax.decoding import lowering
+from tba_jax.decoding.compiled import ADDED_TOKENS, EXTEND_TOKENS, PREFILL_TOKENS
 from tba_jax.decoding.engine import Decoder
-from tba_jax.decoding.session import ADDED_TOKENS, EXTEND_TOKENS, PREFILL_TOKENS
+from tba_jax.decoding.shardings import abstract_weights
 from tba_jax.devices.placement import Division
 from tba_jax.devices.sharding import placed_shapes
 from tba_jax.devices.site import Site
@@ -175,9 +175,9 @@ class _Run:
     @property
     def caches(self) -> dict[str, float]:
         """Bytes per device of a searcher's caches."""
-        cache = float(self.decoder.cache_bytes(self.config.search.slots))
+        cache = shard_bytes(self.decoder.abstract_cache(self.config.search.slots))
         waiting = {_WAITING: cache} if self.config.task.environment else {}
-        prefilled = float(self.decoder.cache_bytes(*self.prefill))
+        prefilled = shard_bytes(self.decoder.abstract_cache(*self.prefill))
         return {"KV cache": cache, "prefilled prompts": prefilled, **waiting}
 
     def weights(self, quantization: Quantization = "none") -> Any:
@@ -185,7 +185,7 @@ class _Run:
         mesh = self.placement.searcher_meshes[0]
         where = mesh if mesh.size > 1 else SingleDeviceSharding(mesh.devices.item())
         dtype = jnp.dtype(self.config.model.compute_dtype)
-        return lowering.abstract_weights(self.model_config, dtype, where, quantization)
+        return abstract_weights(self.model_config, dtype, where, quantization)
 
     @property
     def base(self) -> lora.Base:
@@ -261,15 +261,13 @@ def _searcher_programs(run: _Run) -> list[Planned]:
     config, decoder, model = run.config, run.decoder, run.model_config
     size, slots = run.placement.searcher_meshes[0].size, config.search.slots
     weights, (prompts, length) = run.weights(config.search.quantization), run.prefill
-    lowered = dict(
-        lowering.lower_all(
-            decoder, weights, num_slots=slots, prompt_length=length, prefill_prompts=prompts
-        )
+    lowered = decoder.lower_all(
+        weights, num_slots=slots, prompt_length=length, prefill_prompts=prompts
     )
     held, caches = {"parameters": shard_bytes(weights)}, run.caches
     read, cached, prefilled = *held.values(), caches["KV cache"], caches["prefilled prompts"]
     cache, written = {"KV cache": cached}, {"prefilled prompts": prefilled}
-    copied = prefilled + decoder.cache_bytes(slots, length)
+    copied = prefilled + shard_bytes(decoder.abstract_cache(slots, length))
     # of forward and backward pass
     flops = roofline.train_flops(model, num_rows=prompts, prompt_tokens=length, response_tokens=0)
     step = roofline.decode_work(

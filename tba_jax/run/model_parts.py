@@ -14,9 +14,9 @@ from jax.sharding import Mesh
 
 from tba_jax.config.resolved import remat_of, shares_prompts
 from tba_jax.config.schema import Config
-from tba_jax.decoding import lowering
 from tba_jax.decoding.compiled import CHUNK_STEPS
 from tba_jax.decoding.engine import Decoder
+from tba_jax.decoding.shardings import weight_shardings
 from tba_jax.decoding.stop_strings import StopStrings
 from tba_jax.devices.platform import step_options
 from tba_jax.devices.sharding import batch_axes, hand_over, placed_shapes
@@ -96,7 +96,7 @@ def searcher_shardings(
     Raises:
         ValueError: the mesh does not divide the model.
     """
-    return on_mesh(mesh, lowering.weight_shardings(model_config, mesh, quantization))
+    return on_mesh(mesh, weight_shardings(model_config, mesh, quantization))
 
 
 def adapter_shardings(policy: TransformerConfig, mesh: Mesh) -> Any:
@@ -109,7 +109,7 @@ def make_publication(
 ) -> tuple[Layout, Any]:
     """Return the layout of weights for searchers, and the shardings of the published copy."""
     layout = functools.partial(unstack_layers, config=model_config)
-    return layout, lowering.weight_shardings(model_config, mesh, quantization)
+    return layout, weight_shardings(model_config, mesh, quantization)
 
 
 def make_publication_program(

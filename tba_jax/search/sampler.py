@@ -13,8 +13,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from tba_jax.decoding.engine import row_keys
-from tba_jax.decoding.keys import fold_in, key_data
+from tba_jax.decoding.keys import fold_in, key_data, row_keys
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.environments.episodes import Episode, Sessions, SingleTurnSession, open_session
 from tba_jax.environments.pool import EnvironmentPool

@@ -8,9 +8,10 @@ import pytest
 from fake_models import random_params, tiny_config
 from jax.sharding import SingleDeviceSharding
 
-from tba_jax.decoding import lowering
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
+from tba_jax.decoding.shardings import abstract_weights
+from tba_jax.planning.estimates import shard_bytes
 
 CONFIG = tiny_config(qkv_bias=True, head_dim=16, max_positions=1024)
 SIZES = {"num_slots": 4, "prompt_length": 8}
@@ -29,13 +30,13 @@ def make_decoder(max_length):
 
 def weights(decoder):
     where = SingleDeviceSharding(jax.devices()[0])
-    return lowering.abstract_weights(decoder.config, jnp.float32, where)
+    return abstract_weights(decoder.config, jnp.float32, where)
 
 
 def test_a_session_runs_the_programs_that_were_lowered():
     """No program is traced that lower_all has not traced at the same sizes."""
     decoder = make_decoder(max_length=32)
-    programs = dict(lowering.lower_all(decoder, weights(decoder), **SIZES))
+    programs = decoder.lower_all(weights(decoder), **SIZES)
     for name in ("prefill", "copy", "chunk"):
         programs[name]()
     count = decoder.compile_count
@@ -54,9 +55,9 @@ def test_a_session_runs_the_programs_that_were_lowered():
 @pytest.mark.parametrize("name", ["copy", "chunk"])
 def test_the_cache_is_donated_and_never_copied(name):
     decoder = make_decoder(max_length=504)
-    program = dict(lowering.lower_all(decoder, weights(decoder), **SIZES))[name]
+    program = decoder.lower_all(weights(decoder), **SIZES)[name]
     memory = program().compile().memory_analysis()
-    size = decoder.cache_bytes(SIZES["num_slots"])
+    size = shard_bytes(decoder.abstract_cache(SIZES["num_slots"]))
     assert size == 2 * 2 * 4 * 2 * 512 * 16 * 4  # keys and values, layers, slots, heads, ...
     assert memory.alias_size_in_bytes == size
     # The tokens and log-probs of a chunk, and the bookkeeping of the output tuple.

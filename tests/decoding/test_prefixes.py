@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 from fake_models import random_params, tiny_config
 
-from tba_jax.decoding.engine import Decoder, row_keys
-from tba_jax.decoding.prefixes import Kept, PrefixRows
+from tba_jax.decoding.engine import Decoder
+from tba_jax.decoding.keys import row_keys
+from tba_jax.decoding.prefixes import PrefixRows
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.decoding.stop_strings import StopStrings
 
@@ -101,14 +102,12 @@ def test_the_longest_prefix_is_found_and_the_oldest_evicted():
     tokens = np.arange(10, dtype=np.int32)
     prefixes = PrefixRows(2)
     first, second = prefixes.put(tokens[:2]), prefixes.put(tokens[:5])
-    assert prefixes.find(tokens) == Kept(second, 5)
-    assert prefixes.find(tokens[:5]) == Kept(first, 2)  # the last token is not in a cache
-    assert prefixes.find(tokens[1:]) is None
+    assert prefixes.find(tokens) == (second, 5)
+    assert prefixes.find(tokens[:5]) == (first, 2)  # the last token is not in a cache
+    assert not prefixes.find(tokens[1:])[1]
     assert prefixes.put(tokens[1:4]) == first
-    assert prefixes.find(tokens[:5]) is None
+    assert not prefixes.find(tokens[:5])[1]
     prefixes.drop(tokens[:5])
-    assert prefixes.find(tokens) is None and prefixes.put(tokens[:9]) == second
+    assert not prefixes.find(tokens)[1] and prefixes.put(tokens[:9]) == second
     prefixes.clear()
-    assert (
-        prefixes.find(tokens[1:]) is None and len({prefixes.put(tokens[:i]) for i in (1, 2)}) == 2
-    )
+    assert not prefixes.find(tokens[1:])[1] and len({prefixes.put(tokens[:i]) for i in (1, 2)}) == 2

@@ -51,8 +51,7 @@ def levels(logits):
     )
 
     def entries(block):
-        start, x = sampling._entries(logits[None], block[None], size)
-        w = sampling._within_block(jnp.exp(x - peak), start, block[None], size)
+        start, w = sampling._entries(logits[None], block[None], size, lambda x: jnp.exp(x - peak))
         return start[0], sampling._fixed_point(w)[0]
 
     start, masses = jax.lax.map(entries, jnp.arange(sums.shape[1], dtype=jnp.int32))

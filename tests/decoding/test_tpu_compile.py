@@ -12,9 +12,10 @@ from fake_models import tiny_config
 from jax.experimental import topologies
 from jax.sharding import Mesh
 
-from tba_jax.decoding import lowering
 from tba_jax.decoding.engine import Decoder
+from tba_jax.decoding.shardings import abstract_weights
 from tba_jax.devices.site import Site
+from tba_jax.planning.estimates import shard_bytes
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("libtpu") is None,
@@ -58,10 +59,10 @@ def compile_all(topology, parts, names=None):
         max_length=1016,
         site=Site(mesh),
     )
-    weights = lowering.abstract_weights(CONFIG, jnp.bfloat16, mesh)
-    programs = dict(lowering.lower_all(decoder, weights, **SIZES))
+    weights = abstract_weights(CONFIG, jnp.bfloat16, mesh)
+    programs = decoder.lower_all(weights, **SIZES)
     compiled = {name: programs[name]().compile() for name in names or programs}
-    size = decoder.cache_bytes(SIZES["num_slots"])
+    size = shard_bytes(decoder.abstract_cache(SIZES["num_slots"]))
     return {name: program.memory_analysis() for name, program in compiled.items()}, size
 
 

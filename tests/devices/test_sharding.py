@@ -11,10 +11,9 @@ from fake_models import FAMILIES, TINY_LOGIT, logprob_bound, random_params, tiny
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from tba_jax.decoding import lowering
-from tba_jax.decoding.compiled import cache_sharding
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
+from tba_jax.decoding.shardings import cache_sharding, weight_shardings
 from tba_jax.devices.sharding import AXIS_RULES, Rule, partition_spec, tree_shardings
 from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.models import transformer
@@ -84,7 +83,7 @@ def test_every_parameter_of_every_family_has_a_sharding_that_fits(family):
     assert parts["embed"] == layers["q"] == layers["k"] == layers["o"] == down == 1 / 4
     assert parts["final_norm"] == 1 / 2
     # The decoder's layout: the same parts, without the layer axis; matrices have two axes.
-    unstacked = lowering.weight_shardings(config, mesh(fsdp=2, model=2))
+    unstacked = weight_shardings(config, mesh(fsdp=2, model=2))
     assert len(unstacked["layers"]) == config.num_layers
     for name, sharding in shardings["layers"].items():
         spec = list(sharding.spec[1:])
@@ -105,7 +104,7 @@ def decoded(parts, temperature):
         devices = mesh(model=parts)
         site = Site(devices)
         weights = jax.device_put(
-            transformer.unstack_layers(params, config), lowering.weight_shardings(config, devices)
+            transformer.unstack_layers(params, config), weight_shardings(config, devices)
         )
         assert len(weights["layers"][0]["q"].addressable_shards) == parts
     decoder = Decoder(

@@ -8,7 +8,7 @@ import pytest
 from fake_models import START_MODEL_LOGIT, load_folder, logprob_bound, scored_tokens
 
 from tba_jax.config.schema import make_config
-from tba_jax.decoding.engine import row_keys
+from tba_jax.decoding.keys import row_keys
 from tba_jax.environments.episodes import EpisodeSession
 from tba_jax.environments.pool import Ended, Request
 from tba_jax.flow.trajectory import Prompt
@@ -126,7 +126,7 @@ def drawn(model, world, *, in_turn, max_turns=4, keeps_caches=True):
                 found += session.step()
     assert session.is_idle and session.room == 4
     assert (session.statistics.kept_tokens > 0) == (keeps_caches and max_turns > 1)
-    assert not inner._prefixes._rows  # an episode that has ended keeps nothing
+    assert not any(inner._prefixes._rows.values())  # an episode that has ended keeps nothing
     return sorted(found, key=lambda y: (y.request, y.sample))
 
 

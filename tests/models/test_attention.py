@@ -12,7 +12,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tba_jax.decoding.engine import Decoder
-from tba_jax.decoding.lowering import weight_shardings
+from tba_jax.decoding.shardings import weight_shardings
 from tba_jax.devices import site as site_module
 from tba_jax.devices.site import Site
 from tba_jax.evaluation.metrics import make_distance_program

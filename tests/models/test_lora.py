@@ -26,7 +26,7 @@ from fake_batches import (
 from fake_models import adapted, logits, random_params, tiny_config, trained_adapters
 from jax.sharding import Mesh
 
-from tba_jax.decoding import lowering
+from tba_jax.decoding.shardings import weight_shardings
 from tba_jax.models import lora
 from tba_jax.models.quantized import quantize
 from tba_jax.models.shardings import param_shardings
@@ -97,9 +97,9 @@ def test_what_is_merged_is_rounded_to_eight_bits_and_the_rest_once(num_devices):
     assert not rest["layers"][0].keys() & {"q", "q_scale", "down", "down_scale"}
     if num_devices > 1:
         mesh = Mesh(np.array(jax.devices()[:num_devices]), ("model",))
-        where = lowering.weight_shardings(DIVISIBLE, mesh)
+        where = weight_shardings(DIVISIBLE, mesh)
         exact = jax.device_put(exact, lora.adapted(where, policy))
-        where = lowering.weight_shardings(DIVISIBLE, mesh, "int8")
+        where = weight_shardings(DIVISIBLE, mesh, "int8")
         rest = jax.device_put(rest, lora.unadapted(where, policy))
     found = lora.merge_into(lora.Base(exact, rest), adapters, config=policy, quantization="int8")
     assert jax.tree.structure(found) == jax.tree.structure(held)
@@ -229,7 +229,7 @@ def test_only_adapters_travel_and_searchers_get_whole_weights(monkeypatch):
     pair = Mesh(np.array(jax.devices()[2:4]), ("model",))
     apart = unstack_layers(base, DIVISIBLE)
     on_device = jax.device_put(apart, device)
-    on_pair = jax.device_put(apart, lowering.weight_shardings(DIVISIBLE, pair))
+    on_pair = jax.device_put(apart, weight_shardings(DIVISIBLE, pair))
     shapes = lora.abstract_adapters(policy)
     wanted = [jax.tree.map(lambda _: device, shapes)] * 2
     wanted.append(lora.split(param_shardings(policy, pair))[1])

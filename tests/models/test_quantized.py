@@ -11,9 +11,9 @@ import pytest
 from fake_models import STORIES, logits_of, random_params, tiny_config
 from jax.sharding import Mesh, PartitionSpec
 
-from tba_jax.decoding import lowering
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
+from tba_jax.decoding.shardings import weight_shardings
 from tba_jax.devices.site import Site, any_device
 from tba_jax.models import model as models
 from tba_jax.models.quantized import MATRICES, quantize, scale_name
@@ -76,7 +76,7 @@ def decoded(num_devices):
     if num_devices > 1:
         mesh = Mesh(np.array(jax.devices()[:num_devices]), ("model",))
         site = Site(mesh)
-        shardings = lowering.weight_shardings(CONFIG, mesh, "int8")
+        shardings = weight_shardings(CONFIG, mesh, "int8")
         assert shardings["layers"][0]["up_scale"].spec == PartitionSpec("model")
         assert shardings["layers"][0]["o_scale"].spec == PartitionSpec(None)
         weights = jax.device_put(weights, shardings)
@@ -120,9 +120,9 @@ def test_a_publication_is_quantised_on_the_trainers_devices_and_delivered_so():
     trainer = Mesh(np.array(jax.devices()[:4]).reshape(1, 2, 2), ("data", "fsdp", "model"))
     searcher = Mesh(np.array(jax.devices()[4:6]), ("model",))
     layout = functools.partial(unstack_layers, config=CONFIG)
-    published = lowering.weight_shardings(CONFIG, trainer, "int8")
+    published = weight_shardings(CONFIG, trainer, "int8")
     program = make_publish_program(jnp.dtype(jnp.bfloat16), layout, published, "int8")
-    wanted = lowering.weight_shardings(CONFIG, searcher, "int8")
+    wanted = weight_shardings(CONFIG, searcher, "int8")
     weights = Weights(program, [wanted])
     params = random_params(CONFIG)
     weights.publish(3, params)

@@ -15,7 +15,7 @@ from fake_models import START_MODEL_LOGIT, load_folder, logprob_bound, scored_to
 from served_model import folder_with_template
 
 from tba_jax.config.schema import make_config
-from tba_jax.decoding.engine import row_keys
+from tba_jax.decoding.keys import row_keys
 from tba_jax.decoding.requests import Response
 from tba_jax.environments.episodes import EpisodeSession
 from tba_jax.environments.pool import continues

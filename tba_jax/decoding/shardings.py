@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Layout of a decoder's weights and caches on devices, from shapes alone."""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+
+from tba_jax.devices.sharding import AXIS_RULES, placed_shapes, tree_shardings
+from tba_jax.models import quantized, transformer
+from tba_jax.models.architecture import has_leaf
+from tba_jax.models.quantized import Quantization
+from tba_jax.models.transformer import Params, TransformerConfig
+
+
+def weight_shardings(
+    config: TransformerConfig, mesh: Mesh, quantization: Quantization = "none"
+) -> Params:
+    """Return the shardings of weights in the decoder's layout, a tuple of layers.
+
+    Args:
+        quantization: quantization of the weights; scales are sharded like their columns.
+
+    Raises:
+        ValueError: the mesh does not divide the model.
+    """
+    axes, units = dict(transformer.param_axes(config)), transformer.abstract_params(config)
+    # Name -> logical axes and shape. In matrices, heads and head_dim are merged; the merged axis is
+    # divided by whole heads.
+    layers: dict[str, tuple[tuple, tuple[int, ...]]] = {}
+    for name, names in axes["layers"].items():
+        is_matrix, shape = name in quantized.MATRICES, units["layers"][name].shape
+        at = [i for i, x in enumerate(names) if i and not (is_matrix and x == "head_dim")]
+        layers[name] = tuple(names[i] for i in at), tuple(shape[i] for i in at)
+        if is_matrix and quantization != "none":
+            (*outer, _, axis), (*sizes, _, size) = layers[name]
+            layers[quantized.scale_name(name)] = (*outer, axis), (*sizes, size)
+    of_kind = [[n for n in layers if has_leaf(kind, n)] for kind in config.layer_kinds]
+    axes["layers"] = tuple({n: layers[n][0] for n in names} for names in of_kind)
+    shapes = {n: jax.ShapeDtypeStruct(shape, jnp.float32) for n, (_, shape) in layers.items()}
+    units = {**units, "layers": tuple({n: shapes[n] for n in names} for names in of_kind)}
+    return tree_shardings(axes, units, mesh)
+
+
+def abstract_weights(
+    config: TransformerConfig,
+    dtype: Any,
+    where: Mesh | Sharding,
+    quantization: Quantization = "none",
+) -> Params:
+    """Return weights in the decoder's layout as ShapeDtypeStructs with shardings.
+
+    Args:
+        where: a mesh, divided as by `weight_shardings`; or one sharding for all weights.
+    """
+
+    def arranged(params: Params) -> Params:
+        return quantized.quantize(transformer.unstack_layers(params, config), quantization)
+
+    shapes = jax.eval_shape(arranged, transformer.abstract_params(config, dtype))
+    if isinstance(where, Mesh):
+        return placed_shapes(shapes, weight_shardings(config, where, quantization))
+    return placed_shapes(shapes, jax.tree.map(lambda _: where, shapes))
+
+
+def cache_sharding(config: TransformerConfig, mesh: Mesh) -> NamedSharding:
+    """Return the sharding of a cache [n g c e] and of states: over key/value heads.
+
+    With fewer heads than devices, neighbouring devices replicate a head: the mesh axis is split in
+    two. If heads were not sharded, the compiler would copy each device's head out of the cache in
+    every chunk: half a cache more for 2 heads on 4 devices.
+    """
+    axis = AXIS_RULES["kv_heads"].mesh_axis
+    if axis not in mesh.shape:
+        return NamedSharding(mesh, PartitionSpec())
+    divided = math.gcd(mesh.shape[axis], config.num_kv_heads, config.delta_key_heads)
+    copies = mesh.shape[axis] // divided
+    if copies > 1:
+        at = mesh.axis_names.index(axis)
+        before, after = mesh.devices.shape[:at], mesh.devices.shape[at + 1 :]
+        names = (*mesh.axis_names[:at], axis, f"{axis}_copies", *mesh.axis_names[at + 1 :])
+        mesh = Mesh(mesh.devices.reshape(*before, divided, copies, *after), names)
+    return NamedSharding(mesh, PartitionSpec(None, axis))
