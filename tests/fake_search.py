@@ -107,7 +107,6 @@ class World:
             grader=Grader(reward(), lambda rows: ["x"] * len(rows), lambda text: None, ""),
             evaluator=None,
             given=None,
-            clock=lambda: 0.0,
             swaps_in_flight=in_flight,
         )
         self.searcher = Searcher(parts, self.owner)

@@ -15,16 +15,16 @@ IDENTITY = "1/r"
 S = 2  # responses of a ticket
 
 
-def make_report(start_s=0.0, **means):
+def make_report(**means):
     """Of half a second in which four tokens were drawn."""
-    return Report(4, {"reward_mean": 0.25, **means}, start_s, start_s + 0.5, 0.25, 0.125)
+    return Report(4, {"reward_mean": 0.25, **means}, 0.5, 0.25, 0.125)
 
 
 def make_result(number, version=0, searcher=0, prompt_id=None, **changes):
     """A ticket's result; its prompt has the ticket's number."""
     responses = {number if prompt_id is None else prompt_id: [[5, number + 1], [6]]}
     (group,) = make_groups(responses, ticket=number, version=version, searcher=searcher, **changes)
-    return Result(number, version, group, make_report(float(number)))
+    return Result(number, version, group, make_report())
 
 
 class Numbered:
@@ -93,7 +93,6 @@ class House:
             None,
             given=self.given,
             clock=lambda: self.now,
-            run_clock=lambda: self.now,
             log=self.lines.append,
         )
 

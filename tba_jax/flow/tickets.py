@@ -91,21 +91,20 @@ class DecodeCounts(NamedTuple):
 
 
 class Report(NamedTuple):
-    """Metrics of the responses of one ticket, and times in seconds since the run began.
+    """Metrics of the responses of one ticket, and times in seconds.
 
     Attributes:
         tokens: number of sampled tokens; 0 for given responses.
         means: metric name -> mean over the responses, nan if it is not known; logged as
             "search/NAME".
-        start_s, end_s: start of the decoding, and end of the grading.
+        ticket_s: from the start of the decoding to the end of the grading.
         decode_s: the ticket's share of the searcher's decoding time.
         reward_s: the ticket's share of the time for rewards.
     """
 
     tokens: int
     means: Mapping[str, float]
-    start_s: float = 0.0
-    end_s: float = 0.0
+    ticket_s: float = 0.0
     decode_s: float = 0.0
     reward_s: float = 0.0
 
@@ -120,7 +119,7 @@ def summarise(reports: Sequence[Report]) -> dict[str, float]:
         "search/tickets": float(len(reports)),
         "search/decode_s": decode_s,
         "search/reward_s": sum(r.reward_s for r in reports),
-        "search/ticket_s": sum(r.end_s - r.start_s for r in reports),
+        "search/ticket_s": sum(r.ticket_s for r in reports),
         "search/tokens_per_s": sum(r.tokens for r in reports) / max(decode_s, 1e-9),
         **{f"search/{n}": mean_known([r.means.get(n, math.nan) for r in reports]) for n in names},
     }

@@ -44,12 +44,10 @@ class Joined(NamedTuple):
     Attributes:
         place: name of the owner and of this join, for later requests.
         version: newest complete policy version; -1: there is none.
-        run_s: running time of the run in seconds.
     """
 
     place: str
     version: int
-    run_s: float
 
 
 class Request(NamedTuple):

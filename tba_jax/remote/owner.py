@@ -114,7 +114,6 @@ class Owner:
         prompts: number -> (number, prompt) of the first usable prompt from this number on.
         steps: decisions on the training steps.
         given: tickets of given responses, numbered from 0; sampled tickets follow.
-        run_clock: running time of the run in seconds.
         log: receives one line for each join, loss and return of a searcher.
 
     Attributes:
@@ -137,7 +136,6 @@ class Owner:
         steps: Steps,
         *,
         given: Sequence[Ticket] = (),
-        run_clock: Callable[[], float],
         log: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -147,7 +145,7 @@ class Owner:
         self.remote_searchers = range(settings.num_local, settings.num_searchers)
         self._buffer, self._prompts = buffer, prompts
         self._given, self.num_given = tuple(given), len(given)
-        self._clock, self._run_clock, self._log = clock, run_clock, log
+        self._clock, self._log = clock, log
         self._lock = threading.RLock()
         self._searchers = [_Searcher() for _ in range(settings.num_searchers)]
         self._epoch, self._num_joins = uuid.uuid4().hex, 0
@@ -394,7 +392,7 @@ class Owner:
                 record.joins += 1
                 verb = "joined again" if record.joins > 1 else "joined"
                 self._log(f"searcher {searcher} on {host} {verb}")
-            return Joined(place, self.version, self._run_clock())
+            return Joined(place, self.version)
 
     def answer(self, request: Request) -> bytes:
         """Respond to a searcher of another process: `put`, `beat` and `take` in one message.

@@ -283,7 +283,4 @@ def _make_owner(
         initial_fill=config.search.initial_fill,
         samples_per_prompt=config.search.samples_per_prompt,
     )
-    clock = shared.clock
-    return Owner(
-        settings, buffer, prompts, evaluations, steps, given=given, run_clock=clock, log=note
-    )
+    return Owner(settings, buffer, prompts, evaluations, steps, given=given, log=note)

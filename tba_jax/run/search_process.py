@@ -65,7 +65,6 @@ def search(
 
     def search_once() -> None:
         joined = client.join([each.index for each in parts], shared.identity)
-        shared.clock.set(joined.run_s)
         weights.reset(joined.version)
         _search_once(parts, weights, client, stop, wants_stop)
 

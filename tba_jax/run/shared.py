@@ -56,10 +56,6 @@ class RunClock:
         """Return the running time, without the time between an interruption and the resume."""
         return time.perf_counter() - self._start
 
-    def set(self, elapsed_s: float) -> None:
-        """Set the running time to that of another process of the run."""
-        self._start = time.perf_counter() - elapsed_s
-
     def state(self) -> PartState:
         """Return the running time, as the state of a part."""
         return PartState({}, self())
@@ -365,7 +361,6 @@ def make_searchers(
                     config, decoder, grader, judging.measures[i], environments
                 ),
                 given=given[site],
-                clock=shared.clock,
                 swaps_in_flight=model_parts.swaps_in_flight(config),
                 waits_for_all=config.driver == "sync" and environments is not None,
             )

@@ -9,6 +9,7 @@ response must have one version, when the session is empty.
 
 import dataclasses
 import queue
+import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -54,7 +55,6 @@ class SearchParts:
     grader: Grader
     evaluator: ShardEvaluator
     given: GivenScorer | None
-    clock: Callable[[], float]
     swaps_in_flight: bool = False
     waits_for_all: bool = False
 
@@ -128,7 +128,7 @@ class Searcher:
             session.swap(published.params, published.version)
         for ticket in tickets:
             assert isinstance(ticket, Ticket), "evaluation shards come alone"
-            begun = _Begun(ticket, session.version, self.parts.clock())
+            begun = _Begun(ticket, session.version, time.monotonic())
             if ticket.responses:
                 assert self.parts.given is not None, "the run has no start data"
                 group = self.parts.given(published.params, ticket, published.version)
@@ -166,17 +166,16 @@ class Searcher:
     def _results(self, ended: Sequence[_Ended]) -> list[Result]:
         """Return the results of tickets, with rewards and advantages."""
         parts, groups = self.parts, [each.group for each in ended]
-        start_s = parts.clock()
+        start_s = time.monotonic()
         grades = grade_groups(parts.grader, groups)
         advantages = [self._advantages(*each) for each in zip(groups, grades, strict=True)]
-        end_s = parts.clock()
+        end_s = time.monotonic()
         results = []
         for (begun, group, decode_s), own, of_tokens in zip(ended, grades, advantages, strict=True):
             number = begun.ticket.number
             made = assemble(group, own, searcher=parts.index, number=number, advantages=of_tokens)
             report = measure(group, own)._replace(
-                start_s=begun.start_s,
-                end_s=end_s,
+                ticket_s=end_s - begun.start_s,
                 decode_s=decode_s,
                 reward_s=(end_s - start_s) / len(ended),
             )

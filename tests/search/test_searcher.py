@@ -155,7 +155,6 @@ def real_searchers(model, given_texts=(), num_searchers=1):
                 grader=Grader(LengthReward(), tokenizer.batch_decode, lambda text: None, ""),
                 evaluator=None,
                 given=GivenScorer(program, samples_per_prompt=3, temperature=1.0, padding=padding),
-                clock=lambda: 0.0,
             ),
             house.owner,
         )

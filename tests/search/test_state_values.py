@@ -172,7 +172,6 @@ def test_a_ticket_brings_advantages(decoder, published):
             grader=GRADER,
             evaluator=None,
             given=None,
-            clock=lambda: 0.0,
         ),
         house.owner,
     )
