@@ -20,7 +20,6 @@ from tba_jax.remote.channel import Channel, Unreachable
 from tba_jax.remote.messages import (
     Decision,
     Heartbeat,
-    Joined,
     Request,
     Response,
     decode,
@@ -79,7 +78,7 @@ class Client:
         self._last_s = clock()  # time of the last response
         self._next_attempt_s = -math.inf
 
-    def join(self, searchers: Sequence[int], identity: str) -> Joined:
+    def join(self, searchers: Sequence[int], identity: str) -> None:
         """Join the owner, and forget everything of an earlier one.
 
         Raises:
@@ -87,10 +86,9 @@ class Client:
             Refused: the owner refuses this process.
         """
         message = encode((tuple(searchers), self.host, identity))
-        joined = decode(self._channel.call("join", message), Joined)
-        self._place, self._mail = joined.place, {i: _Mail() for i in searchers}
+        self._place = decode(self._channel.call("join", message), str)
+        self._mail = {i: _Mail() for i in searchers}
         self._last_s, self._next_attempt_s = self._clock(), -math.inf
-        return joined
 
     def take(self, searcher: int, free: int, version: int) -> list[Ticket] | list[EvaluationTicket]:
         """Return an evaluation shard or tickets; [] also if the last request was a moment ago."""

@@ -38,22 +38,11 @@ class Heartbeat(NamedTuple):
     wants_stop: bool = False
 
 
-class Joined(NamedTuple):
-    """Response to a process that joins.
-
-    Attributes:
-        place: name of the owner and of this join, for later requests.
-        version: newest complete policy version; -1: there is none.
-    """
-
-    place: str
-    version: int
-
-
 class Request(NamedTuple):
     """Results and demand of a searcher.
 
     Attributes:
+        place: name of the owner and of the join of this process.
         number: counts the requests of a place; a repeated one gets the same response.
         free: maximum number of tickets in the response; -1: no work.
         version: version of the searcher's weights; -1: it has none.
@@ -120,7 +109,7 @@ _KINDS: dict[str, Any] = {
     for kind in (
         *(Prompt, Trajectory, Group, Ticket, Report, Result),
         *(EvaluationTicket, EvaluationShard, EvaluationResult, DecodeCounts, Heartbeat),
-        *(Joined, Request, Response, StepPlan, Decision, Batch),
+        *(Request, Response, StepPlan, Decision, Batch),
     )
 }
 _NAME = "\x00"  # key of an entry that stands for an array, a tuple or an object of these kinds

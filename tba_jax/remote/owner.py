@@ -40,7 +40,6 @@ from tba_jax.remote.evaluation_queue import EvaluationQueue
 from tba_jax.remote.messages import (
     Decision,
     Heartbeat,
-    Joined,
     Request,
     Response,
     decode,
@@ -363,8 +362,10 @@ class Owner:
 
     # Searchers of other processes.
 
-    def join(self, searchers: Sequence[int], host: str, identity: str) -> Joined:
-        """Let a process run searchers; open tickets of their previous processes are lost.
+    def join(self, searchers: Sequence[int], host: str, identity: str) -> str:
+        """Return the place of a process for its requests, and let it run searchers.
+
+        Open tickets of the previous processes of these searchers are lost.
 
         Args:
             searchers: IDs; (): the process only waits for the end of the run.
@@ -392,7 +393,7 @@ class Owner:
                 record.joins += 1
                 verb = "joined again" if record.joins > 1 else "joined"
                 self._log(f"searcher {searcher} on {host} {verb}")
-            return Joined(place, self.version)
+            return place
 
     def answer(self, request: Request) -> bytes:
         """Respond to a searcher of another process: `put`, `beat` and `take` in one message.

@@ -64,8 +64,8 @@ def search(
     """
 
     def search_once() -> None:
-        joined = client.join([each.index for each in parts], shared.identity)
-        weights.reset(joined.version)
+        client.join([each.index for each in parts], shared.identity)
+        weights.reset()
         _search_once(parts, weights, client, stop, wants_stop)
 
     _repeat(search_once, client, stop)

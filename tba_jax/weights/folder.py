@@ -159,10 +159,10 @@ class StoredWeights(OnDevices):
         self._announced, self._timeout_s = -1, timeout_s
         self._failing_since: float | None = None
 
-    def reset(self, version: int) -> None:
-        """Forget all versions; `version` is the newest version of the new owner."""
+    def reset(self) -> None:
+        """Forget all versions, because a new owner announces others."""
         with self._reading, self._lock:  # after a read of the previous owner's version
-            self._announced, self.newest = version, None
+            self._announced, self.newest = -1, None
             self._held, self._kept, self._merged = {}, set(), {}
 
     def announce(self, version: int, evaluated: Collection[int]) -> None:

@@ -121,8 +121,8 @@ class OnDevices:
         last = max((*self._seen, *evaluated), default=-1)
         self.keep_only({v for v in self._kept if v in evaluated or v > last})
 
-    def reset(self, version: int) -> None:
-        """Begin with the newest version of a new owner; only other processes outlive an owner."""
+    def reset(self) -> None:
+        """Begin with a new owner; only processes that do not train outlive an owner."""
 
     def _drop(self) -> None:
         wanted = self._kept | {self.newest}

@@ -113,7 +113,8 @@ def test_a_reader_follows_a_restored_trainer_and_storage_that_fails(tmp_path, mo
     publish(folder, 4)
     stored.announce(4, [])
     assert not stored.poll() and stored.latest(0).version == 6
-    stored.reset(4)
+    stored.reset()
+    stored.announce(4, ())
     assert stored.latest(0) is None and stored.poll() and stored.latest(0).version == 4
     folder.publish(6, weights(60))
     assert folder.poll()
@@ -124,7 +125,8 @@ def test_a_reader_follows_a_restored_trainer_and_storage_that_fails(tmp_path, mo
     largest = max(files, key=lambda path: path.stat().st_size)
     data = largest.read_bytes()
     largest.write_bytes(data[:-9] + bytes([data[-9] ^ 4]) + data[-8:])  # one flipped bit
-    stored.reset(6)
+    stored.reset()
+    stored.announce(6, ())
     assert not stored.poll() and stored.latest(0) is None
     now_s[0] = 20.0
     with pytest.raises(PublicationError, match="has not been readable for 19 s: .*is damaged"):
