@@ -32,9 +32,10 @@ def render(
     from jinja2 import TemplateError
     from transformers.utils.chat_template_utils import render_jinja_template
 
+    conversations: list[Any] = [list(messages)]
     try:
         texts, _ = render_jinja_template(
-            [list(messages)],
+            conversations,
             chat_template=template,
             continue_final_message=continues,
             add_generation_prompt=not continues,
