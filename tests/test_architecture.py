@@ -219,6 +219,7 @@ LIMITS = {
     "config": 1062,
     "presets": 475,
     "planning": 2216,
+    "tasks": 1312,
 }
 
 

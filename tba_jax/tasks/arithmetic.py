@@ -24,22 +24,18 @@ MIN_TOTAL, MAX_TOTAL = 0, 20
 MAX_PROMPT_CHARS = 2 * NUM_TERMS - 1
 
 TRAIN_SIZE = 2**16
-EVAL_SIZE = 1024
-# The evaluation split has one expression out of this number.
-_EVAL_ONE_IN = 16
-
 _WORKED = re.compile(rf":\d+(,\d+){{{NUM_TERMS - 2}}}")
 _HASTY = re.compile(r"=-?\d+")
 
 
 def _digest(text: str) -> int:
-    """Return a stable 256-bit integer hash of a text (Python's `hash` differs per process)."""
+    """Return a 256-bit hash of a text, equal in every process unlike Python's `hash`."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest(), "big")
 
 
 def split_of(expression: str) -> Split:
-    """Return the split of an expression, by a hash of its text."""
-    return "eval" if _digest(f"split {expression}") % _EVAL_ONE_IN == 0 else "train"
+    """Return the split of an expression; one expression in 16 is held out."""
+    return "eval" if _digest(f"split {expression}") % 16 == 0 else "train"
 
 
 def running_totals(expression: str) -> list[int]:
@@ -54,15 +50,11 @@ def running_totals(expression: str) -> list[int]:
 def problem(index: int, split: Split) -> tuple[str, int]:
     """Return the expression with this index in a split, and its answer, in constant time.
 
+    problem(0, "train") == ("8+7-8+4-4+7", 14)
+
     Args:
         index: any integer >= 0, also beyond the task's sizes.
-        split: "train" or "eval".
-
-    Returns:
-        (expression, answer), e.g. ("7+5-3+8-6+2", 13).
     """
-    if index < 0 or split not in ("train", "eval"):
-        raise ValueError(f"problem({index}, {split!r}): wanted an index >= 0, of 'train' or 'eval'")
     attempt = 0
     while True:
         bits = _digest(f"arithmetic 0 {split} {index} {attempt}")
@@ -71,19 +63,13 @@ def problem(index: int, split: Split) -> tuple[str, int]:
             bits, digit = divmod(bits, 9)
             bits, is_plus = divmod(bits, 2)
             digit += 1
-            # If the total with the drawn sign is out of bounds, the total with the other sign is
-            # not.
+            # At most one of the two signs leads out of bounds.
             is_plus = (is_plus or total - digit < MIN_TOTAL) and total + digit <= MAX_TOTAL
             total += digit if is_plus else -digit
             expression += f"{'' if term == 0 else '+' if is_plus else '-'}{digit}"
         if split_of(expression) == split:
             return expression, total
         attempt += 1
-
-
-def is_worked(text: str) -> bool:
-    """Return whether a response has one running total per sign, correct or not."""
-    return _WORKED.fullmatch(text) is not None
 
 
 class Arithmetic(Task):
@@ -94,15 +80,13 @@ class Arithmetic(Task):
     reward = "tba_jax.rewards.numeric:arithmetic_reward"
     metric = "pass_at_1"
     makes_problems = True
-
-    def size(self, split: Split) -> int:
-        return TRAIN_SIZE if split == "train" else EVAL_SIZE
+    sizes = {"train": TRAIN_SIZE, "eval": 1024}
 
     def problem(self, split: Split, index: int) -> Problem:
         expression, answer = problem(index, split)
         return expression, {"answer": str(answer)}
 
     def response_kind(self, text: str) -> str | None:
-        if is_worked(text):
+        if _WORKED.fullmatch(text):
             return "worked"
         return "hasty" if _HASTY.fullmatch(text) else None

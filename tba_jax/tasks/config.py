@@ -80,78 +80,47 @@ class TaskSettings(Section):
         is_start = not start or (os.path.isfile(start) and start.endswith(FILE_SUFFIXES))
         pairs = [pair.split("=") for pair in self.columns.split(",")] if self.columns else []
         is_pairs = all(len(pair) == 2 and all(map(str.strip, pair)) for pair in pairs)
-        names = (
-            (
-                is_known,
-                "name",
-                f"must be one of {NAMES}",
-                f"Set --config.task.name={next(iter(TASKS))} for the default behaviour.",
-            ),
-            (
+        rules = {
+            "name": (is_known, f"must be one of {NAMES}", "For example --config.task.name=custom."),
+            "chat": (
                 not self.chat or not is_known or task_class(self.name).has_chat,
-                "chat",
                 f"task {self.name} has no chat prompts: its model reads plain problems",
                 f"Leave it False, or choose one of {', '.join(chats)}, reasoning_gym:DATASET.",
             ),
-            (
+            "start_path": (
                 is_start,
-                "start_path",
                 "no such .jsonl or .parquet file",
                 'Give a file with one object {"response": text} per line; tasks of several prompts '
                 'also need "prompt_id".',
             ),
-            (
-                is_pairs,
-                "columns",
-                "must read NEW=OLD, several separated by commas",
-                'For example --config.task.columns="prompt=question".',
+            "columns": (
+                is_pairs and (not pairs or self.name == "custom"),
+                "must read NEW=OLD, several separated by commas, and needs task custom",
+                'For example --config.task.name=custom --config.task.columns="prompt=question".',
             ),
-            (
-                not pairs or self.name == "custom",
-                "columns",
-                f"only task custom renames columns; task.name={self.name}",
-                "Leave it empty, or set --config.task.name=custom.",
-            ),
-        )
+        }
         checks = [
             functools.partial(need, is_right, f"task.{name}", getattr(self, name), rule, remedy)
-            for is_right, name, rule, remedy in names
+            for name, (is_right, rule, remedy) in rules.items()
         ]
-        check_all(*checks, self._check_data, self._check_functions)
+        check_all(*checks, self._check_data)
 
     def _check_data(self) -> None:
-        paths = [self.data_path]
-        if self.name == "custom":
-            try:
-                paths = [path for path, _ in data_sets(self.data_path)]
-            except ValueError as error:
-                raise ConfigError(str(error)) from error
-        for path in paths:
-            why, is_file = "", path.endswith(FILE_SUFFIXES)
+        is_custom = self.name == "custom"
+        try:
+            paths = [path for path, _ in data_sets(self.data_path)] if is_custom else []
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        for path in paths or [self.data_path]:
+            why, is_named = "", path.endswith(FILE_SUFFIXES) or path.startswith(HUB_PREFIX)
             if not path:
-                why = f"task {self.name} needs data" if task_class(self.name).needs_data else ""
+                why = "task custom needs data" if is_custom else ""
             elif not os.path.exists(path) and "://" not in path:
                 why = "no such folder or file"
-            elif not (os.path.isdir(path) or is_file or path.startswith(HUB_PREFIX)):
+            elif not os.path.isdir(path) and not is_named:
                 why = "must be a folder, a .jsonl or .parquet file, or hf://NAME"
             remedy = (
                 "Give a folder that holds train.jsonl and test.jsonl; task custom also takes one "
                 ".jsonl or .parquet file, or hf://NAME of a data set on the hub."
             )
             need(not why, "task.data_path", path, why, remedy)
-
-    def _check_functions(self) -> None:
-        rule = "must read package.module:NAME or path/to/file.py:NAME, several separated by commas"
-        reward = "" if self.reward in LEARNED else self.reward
-        for field_name, value, more, example in (
-            ("reward", reward, f"; or be one of {', '.join(LEARNED)}", "my_rewards:length"),
-            ("environment", self.environment, "", "my_game.py:Game"),
-        ):
-            names = [name.strip().rpartition(":") for name in value.split(",") if value]
-            need(
-                all(module and name for module, _, name in names),
-                f"task.{field_name}",
-                value,
-                rule + more,
-                f"For example --config.task.{field_name}={example}.",
-            )

@@ -12,13 +12,12 @@ splits.
 import functools
 import hashlib
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tba_jax.tasks import rows
 from tba_jax.tasks.rows import Rows, has_split, read_rows
-from tba_jax.tasks.task import Problem, Split, Task, asked_by_user, chat
+from tba_jax.tasks.task import Problem, Split, Task, chat
 
 # Arguments of reward functions in TRL, which does not pass columns of these names either.
 DROPPED_COLUMNS = ("completion", "completion_ids")
@@ -45,25 +44,16 @@ class Custom(Task):
     """
 
     name = "custom"  # the config must name a reward
-    has_chat = needs_data = True
+    has_chat = True
 
     def __init__(self, data_path: str, num_held_out: int, chat: bool, columns: str = "") -> None:
-        if not data_path:
-            raise ValueError(
-                "task.data_path is empty, and task custom needs data: set it to a folder with "
-                "train.jsonl, a .jsonl or .parquet file, or hf://NAME on the Hugging Face hub"
-            )
         self._data_path, self._num_held_out, self._chat = data_path, num_held_out, chat
         pairs = (pair.split("=") for pair in columns.split(",") if pair)
         self._names = {old.strip(): new.strip() for new, old in pairs}
 
     @functools.cached_property
     def _splits(self) -> dict[Split, tuple[Rows, Sequence[int]]]:
-        """Rows of each split, and the indices of its problems in them.
-
-        Raises:
-            ValueError: a row is malformed, or has another form than the first.
-        """
+        """Rows of each split, and the indices of its problems in them."""
         first: list[tuple[Problem, str]] = []
         digests: list[bytes] = []  # of each prompt
 
@@ -90,17 +80,12 @@ class Custom(Task):
     def problem(self, split: Split, index: int) -> Problem:
         found, chosen = self._splits[split]
         prompt, columns = found[chosen[index]]
-        if isinstance(prompt, list):
-            return chat(prompt, columns)
-        return asked_by_user(prompt, columns) if self._chat else (prompt, columns)
+        is_chat = self._chat or isinstance(prompt, list)
+        return chat(prompt, columns) if is_chat else (prompt, columns)
 
 
 def _named(row: dict[str, Any], names: Mapping[str, str], where: str) -> dict[str, Any]:
-    """Return a row with renamed columns, and with a column `prompt` if one can be derived.
-
-    Raises:
-        ValueError: a column to rename is missing.
-    """
+    """Return a row with renamed columns, and with a column `prompt` if one can be derived."""
     missing = [old for old in names if old not in row]
     if missing:
         raise ValueError(
@@ -124,11 +109,7 @@ def _named(row: dict[str, Any], names: Mapping[str, str], where: str) -> dict[st
 
 
 def _problem(row: dict[str, Any], where: str) -> Problem:
-    """Return the prompt and the columns of a row.
-
-    Raises:
-        ValueError: the row has no usable prompt, or a column that cannot be used.
-    """
+    """Return the prompt and the columns of a row; raise ValueError if they cannot be used."""
     if "prompt" not in row:
         columns = ", ".join(sorted(map(str, row)))
         raise ValueError(
@@ -165,13 +146,10 @@ def _is_message(value: Any) -> bool:
 
 def _is_plain(value: Any) -> bool:
     """Return whether JSON stores and restores the value unchanged; checkpoints need that."""
-    if isinstance(value, list):
-        return all(map(_is_plain, value))
-    if isinstance(value, dict):
-        return all(isinstance(k, str) for k in value) and all(map(_is_plain, value.values()))
-    if isinstance(value, float):
-        return math.isfinite(value)
-    return value is None or isinstance(value, str | bool | int)
+    try:
+        return json.loads(json.dumps(value, allow_nan=False)) == value
+    except (TypeError, ValueError):
+        return False
 
 
 def _same_form(problem: Problem, where: str, first: Problem, first_where: str) -> None:

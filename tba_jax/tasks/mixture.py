@@ -71,7 +71,7 @@ class Mixture(Task):
     name = Custom.name
 
     def __init__(
-        self, sets: Sequence[DataSet], num_held_out: int, chat: bool, columns: str = ""
+        self, sets: Sequence[DataSet], num_held_out: int, chat: bool, columns: str
     ) -> None:
         names = (os.path.basename(path.rstrip("/")) for path, _ in sets)
         self.data_sets = tuple(os.path.splitext(name)[0] for name in names)

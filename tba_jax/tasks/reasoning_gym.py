@@ -9,12 +9,10 @@ import functools
 import importlib
 from typing import Any
 
-from tba_jax.tasks.task import Problem, Split, Task, asked_by_user
+from tba_jax.tasks.task import Problem, Split, Task, chat
 
 # The package seeds problem i with seed + i, so the seeds of the splits must be far apart.
-_SEEDS_AND_SIZES: dict[Split, tuple[int, int]] = {"train": (0, 10_000), "eval": (2**30, 1_000)}
-# Number of problems that are generated twice at the start, to test that they are equal.
-_NUM_COMPARED = 16
+_SEEDS: dict[Split, int] = {"train": 0, "eval": 2**30}
 
 MESSAGE = (
     "{question}\n\nThink step by step, and write the final answer between <answer> and </answer>."
@@ -38,6 +36,7 @@ class ReasoningGym(Task):
     reward = "tba_jax.rewards.reasoning_gym:answer_reward"
     response_kinds = ("answered", "unanswered")
     has_chat = makes_problems = True
+    sizes = {"train": 10_000, "eval": 1_000}
 
     def __init__(self, dataset: str, chat: bool) -> None:
         self.name = f"reasoning_gym:{dataset}"
@@ -58,7 +57,7 @@ class ReasoningGym(Task):
         self._dataset, self._chat, self._create = dataset, chat, package.create_dataset
         self._made = functools.cache(self._make)
         first, again = (
-            [data[i]["question"] for i in range(_NUM_COMPARED)]
+            [data[i]["question"] for i in range(16)]
             for data in (self._make("eval"), self._make("eval"))
         )
         if first != again:
@@ -68,25 +67,21 @@ class ReasoningGym(Task):
             )
 
     def _make(self, split: Split) -> Any:
-        seed, size = _SEEDS_AND_SIZES[split]
+        size = self.sizes[split]
         try:
-            return self._create(self._dataset, seed=seed, size=size)
+            return self._create(self._dataset, seed=_SEEDS[split], size=size)
         except (AssertionError, ValueError) as error:
             raise ValueError(
                 f"task.name={self.name}: reasoning-gym failed to generate {size:,} problems "
                 f"({error}). Choose another data set"
             ) from None
 
-    def size(self, split: Split) -> int:
-        return _SEEDS_AND_SIZES[split][1]
-
     def problem(self, split: Split, index: int) -> Problem:
-        seed, size = _SEEDS_AND_SIZES[split]
         entry = self._made(split)[index]
         message = MESSAGE.format(question=entry["question"])
-        place = {"dataset": self._dataset, "seed": seed, "size": size, "index": index}
-        columns = {"answer": str(entry["answer"]), **place}
-        return asked_by_user(message, columns) if self._chat else (f"{message}\n\n", columns)
+        place = {"seed": _SEEDS[split], "size": self.sizes[split], "index": index}
+        columns = {"answer": str(entry["answer"]), "dataset": self._dataset, **place}
+        return chat(message, columns) if self._chat else (f"{message}\n\n", columns)
 
     def response_kind(self, text: str) -> str:
         return "answered" if "</answer>" in text else "unanswered"

@@ -17,11 +17,7 @@ class RedTeam(Task):
     metric = "success_rate"
     makes_problems = has_one_prompt = True
     metrics = ("attacks",)
-
-    def size(self, split: Split) -> int:
-        return 1
+    sizes = {"train": 1, "eval": 1}
 
     def problem(self, split: Split, index: int) -> Problem:
-        if index:
-            raise ValueError(f"task redteam has only prompt 0, got index {index}")
         return "", {}

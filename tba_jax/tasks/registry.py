@@ -58,10 +58,8 @@ def get_task(
             "empty, or choose another task.name"
         )
     if task is Custom:
-        sets = data_sets(data_path)
-        if len(sets) > 1:
-            return Mixture(sets, num_held_out, chat, columns)
-        return Custom(data_path, num_held_out, chat, columns)
+        sets, settings = data_sets(data_path), (num_held_out, chat, columns)
+        return Mixture(sets, *settings) if len(sets) > 1 else Custom(data_path, *settings)
     if issubclass(task, ReasoningGym):
         return task(name.removeprefix(REASONING_GYM_PREFIX), chat)
     return task(data_path, chat) if issubclass(task, RowTask) else task()

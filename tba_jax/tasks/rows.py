@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 from tba_jax.tasks import task
-from tba_jax.tasks.task import Problem, asked_by_user
+from tba_jax.tasks.task import Problem, chat
 
 Split = Literal["train", "test", "validation"]
 Row = dict[str, str]
@@ -38,11 +38,7 @@ class Rows(Sequence[Any]):
 
 
 def has_split(source: str, split: Split) -> bool:
-    """Return whether the source has this split; a single file has none.
-
-    Raises:
-        ValueError: a data set of the hub cannot be read.
-    """
+    """Return whether the source has this split; a single file has none."""
     if source.startswith(HUB_PREFIX):
         return split in _from_hub(source, lambda hub, *name: hub.get_dataset_split_names(*name))
     return os.path.isdir(source) and bool(_files(source, split))
@@ -81,11 +77,7 @@ def read_rows(source: str, split: Split) -> Iterator[Placed]:
 
 
 def _files(folder: str, split: Split) -> list[str]:
-    """Return the files of a split; [] if there are none.
-
-    Raises:
-        ValueError: the split has files of two formats.
-    """
+    """Return the files of a split; raise ValueError if they have two formats."""
     stem = os.path.join(glob.escape(folder), split)
     kinds = [sorted(glob.glob(stem + end)) for end in (*FILE_SUFFIXES, "-*.parquet")]
     kinds = [files for files in kinds if files]
@@ -148,11 +140,7 @@ def _parquet_rows(path: str) -> Iterator[Placed]:
 
 
 def _from_hub(source: str, ask: Callable[..., Any]) -> Any:
-    """Return `ask(datasets, name, configuration or None)`, which reads from the hub.
-
-    Raises:
-        ValueError: the library is missing, or the hub cannot be reached or has no such data set.
-    """
+    """Return `ask(datasets, name, configuration or None)`, which reads from the hub."""
     name, _, configuration = source.removeprefix(HUB_PREFIX).partition(":")
     try:
         import datasets  # pyright: ignore[reportMissingImports]  # an optional dependency
@@ -181,7 +169,7 @@ class RowTask(task.Task):
 
     Args:
         data_path: a source with both splits; empty: the hub.
-        chat: whether to format prompts as user messages.
+        is_chat: whether to format prompts as user messages.
 
     Attributes:
         text: prompt of a row, with the names of columns in braces.
@@ -201,13 +189,13 @@ class RowTask(task.Task):
     hub: Mapping[task.Split, str]
     hub_eval_split: Split = "test"
 
-    def __init__(self, data_path: str, chat: bool) -> None:
+    def __init__(self, data_path: str, is_chat: bool) -> None:
         if os.path.isfile(data_path):
             raise ValueError(
                 f"task.data_path={data_path!r} is a single file, but this task has two splits. "
                 "Give the folder with train.jsonl and test.jsonl"
             )
-        self._data_path, self._chat = data_path, chat
+        self._data_path, self._is_chat = data_path, is_chat
         self._rows: dict[task.Split, Rows] = {}
 
     def rows(self, split: task.Split) -> Rows:
@@ -235,6 +223,6 @@ class RowTask(task.Task):
     def problem(self, split: task.Split, index: int) -> Problem:
         row = self.rows(split)[index]
         columns = {"answer": row[self.columns[-1]]}
-        if self._chat:
-            return asked_by_user(self.message.format(**row), columns)
+        if self._is_chat:
+            return chat(self.message.format(**row), columns)
         return self.text.format(**row), columns

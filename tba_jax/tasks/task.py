@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tasks: prompts by number, and the columns that their rewards need."""
 
+from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 Messages = list[dict[str, str]]
@@ -25,7 +26,7 @@ class Task:
             "reward_mean", ... Evaluation must report it.
         response_kinds: results of `response_kind`; the report shows the share of the first.
         has_chat: whether prompts may be user messages in the model's chat template.
-        needs_data: whether task.data_path is required.
+        sizes: number of problems of each split, of a task whose data does not decide it.
         makes_problems: whether the task generates its problems; this package then knows their
             length.
         has_one_prompt: whether the task has a single prompt, which every searcher must draw.
@@ -37,14 +38,14 @@ class Task:
     metric = "reward_mean"
     response_kinds: tuple[str, ...] = ()
     has_chat: ClassVar[bool] = False
-    needs_data: ClassVar[bool] = False
+    sizes: ClassVar[Mapping[Split, int]] = {}
     makes_problems: ClassVar[bool] = False
     has_one_prompt: ClassVar[bool] = False
     metrics: ClassVar[tuple[str, ...]] = ()
 
     def size(self, split: Split) -> int:
         """Return the number of problems of a split."""
-        raise NotImplementedError
+        return self.sizes[split]
 
     def problem(self, split: Split, index: int) -> Problem:
         """Return a problem of a split."""
@@ -55,11 +56,7 @@ class Task:
         return None
 
 
-def chat(messages: Messages, columns: dict[str, Any]) -> Problem:
-    """Return the problem with these messages as its prompt."""
+def chat(prompt: PromptContent, columns: dict[str, Any]) -> Problem:
+    """Return the problem whose prompt is these messages, or one user message with this text."""
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     return messages, {**columns, "prompt": messages}
-
-
-def asked_by_user(text: str, columns: dict[str, Any]) -> Problem:
-    """Return the problem with one user message as its prompt."""
-    return chat([{"role": "user", "content": text}], columns)

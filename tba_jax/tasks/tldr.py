@@ -2,7 +2,7 @@
 """The `tldr` task: summaries of Reddit posts, for preference tuning with a reward model."""
 
 from tba_jax.tasks.rows import RowTask
-from tba_jax.tasks.task import Problem, Split, asked_by_user
+from tba_jax.tasks.task import Problem, Split, chat
 
 
 class TLDR(RowTask):
@@ -35,7 +35,7 @@ class TLDR(RowTask):
         if not isinstance(prompt, list):
             return prompt, columns
         asked = prompt[0]["content"].removesuffix("TL;DR:").rstrip()
-        return asked_by_user(asked, {"answer": columns["answer"]})
+        return chat(asked, {"answer": columns["answer"]})
 
     def response_kind(self, text: str) -> str:
         return "several_paragraphs" if "\n" in text.strip() else "one_paragraph"

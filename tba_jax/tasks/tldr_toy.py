@@ -18,11 +18,6 @@ from tba_jax.tasks.task import Problem, Split, Task
 
 LETTERS = "abcdefghijklmnop"
 POST_CHARS = 24
-PROMPT_CHARS = POST_CHARS + 1
-MAX_HUMAN_CHARS = 7
-
-TRAIN_SIZE = 2**16
-EVAL_SIZE = 1024
 
 
 def problem(index: int, split: Split) -> tuple[str, str]:
@@ -30,34 +25,20 @@ def problem(index: int, split: Split) -> tuple[str, str]:
 
     Args:
         index: any integer >= 0, also beyond the task's sizes.
-        split: "train" or "eval".
     """
-    if index < 0 or split not in ("train", "eval"):
-        raise ValueError(f"problem({index}, {split!r}): wanted an index >= 0, of 'train' or 'eval'")
-    rng = source(f"{split} {index}")
-    post = make_post(rng)
-    return post, human_digest(post, rng)
-
-
-def source(name: str) -> random.Random:
-    """Return a random generator seeded by a name.
-
-    Use only its method `random`: results of other methods may change with the Python version.
-    """
-    return random.Random(f"tldr_toy 0 {name}")
-
-
-def make_post(rng: random.Random) -> str:
-    """Return a post of four to seven letters, each less frequent than the previous letter."""
+    # Only the method `random` gives the same results in every version of Python.
+    rng = random.Random(f"tldr_toy 0 {split} {index}")
+    # Four to seven letters, each less frequent than the previous letter.
     letters = sorted(LETTERS, key=lambda _: rng.random())[: 4 + int(4 * rng.random())]
     weights = [0.65**i for i in range(len(letters))]
-    return "".join(_choose(letters, weights, rng) for _ in range(POST_CHARS))
+    post = "".join(_choose(letters, weights, rng) for _ in range(POST_CHARS))
+    return post, _human_digest(post, rng)
 
 
-def human_digest(post: str, rng: random.Random) -> str:
+def _human_digest(post: str, rng: random.Random) -> str:
     """Return a human digest: two to seven letters, mostly of the post and without repeats."""
     digest = ""
-    for _ in range(2 + int((MAX_HUMAN_CHARS - 1) * rng.random())):
+    for _ in range(2 + int(6 * rng.random())):
         kind = rng.random()
         fresh = [letter for letter in post if letter not in digest]
         pool = LETTERS if kind < 0.1 else post if kind < 0.25 or not fresh else fresh
@@ -85,9 +66,7 @@ class TLDRToy(Task):
     metric = "win_rate"
     response_kinds = ("unrepeated", "repeated")
     makes_problems = True
-
-    def size(self, split: Split) -> int:
-        return TRAIN_SIZE if split == "train" else EVAL_SIZE
+    sizes = {"train": 2**16, "eval": 1024}
 
     def problem(self, split: Split, index: int) -> Problem:
         post, digest = problem(index, split)

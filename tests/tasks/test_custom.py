@@ -14,19 +14,16 @@ def write(path, rows):
 
 
 def problems(task):
-    return (
-        [task.problem("train", i) for i in range(task.size("train"))],
-        [task.problem("eval", i) for i in range(task.size("eval"))],
-    )
+    splits = ("train", "eval")
+    return tuple([task.problem(split, i) for i in range(task.size(split))] for split in splits)
 
 
 def test_folder_with_both_splits(tmp_path):
     write(tmp_path / "train.jsonl", [{"prompt": "p", "gold": [1, {"k": None}], "completion": "c"}])
     write(tmp_path / "test.jsonl", [{"prompt": "q", "gold": 2.5}])
-    task = get_task("custom", str(tmp_path))
+    train, held_out = problems(get_task("custom", str(tmp_path)))
     # `completion` is dropped: TRL does not pass it on either.
-    assert problems(task) == ([("p", {"gold": [1, {"k": None}]})], [("q", {"gold": 2.5})])
-    assert (task.name, task.metric, task.response_kinds) == ("custom", "reward_mean", ())
+    assert (train, held_out) == ([("p", {"gold": [1, {"k": None}]})], [("q", {"gold": 2.5})])
 
 
 def test_rows_are_held_out_by_their_prompts_alone(tmp_path):
@@ -39,10 +36,7 @@ def test_rows_are_held_out_by_their_prompts_alone(tmp_path):
     path = write(tmp_path / "b.jsonl", rows[::-1])
     assert {p for p, _ in problems(get_task("custom", path, 10))[1]} == {p for p, _ in held_out}
     assert {p for p, _ in problems(get_task("custom", path, 30))[1]} > {p for p, _ in held_out}
-
-
-def test_a_split_that_cannot_be_made(tmp_path):
-    path = write(tmp_path / "a.jsonl", [{"prompt": f"p{i}"} for i in range(3)])
+    path = write(tmp_path / "c.jsonl", rows[:3])
     for num, message in ((0, "has no test split"), (3, "has 3 rows and no test split, so no row")):
         with pytest.raises(ValueError, match=f"task.num_eval_prompts={num}: .* {message}"):
             get_task("custom", path, num).size("train")
@@ -52,15 +46,12 @@ CHAT = [{"role": "user", "content": "1+1?"}]
 
 
 def test_texts_become_a_users_messages_and_chats_stay_as_they_are(tmp_path):
-    rows = [{"prompt": f"p{i}", "i": i} for i in range(30)]
-    path = write(tmp_path / "a.jsonl", rows)
-    texts = problems(get_task("custom", path, 10))
-    asked = problems(get_task("custom", path, 10, chat=True))
+    path = write(tmp_path / "a.jsonl", [{"prompt": f"p{i}", "i": i} for i in range(30)])
+    (text, columns), *_ = problems(get_task("custom", path, 10))[1]
+    (messages, more), *_ = problems(get_task("custom", path, 10, chat=True))[1]
     # The same rows are held out, and a prompt differs in its form alone.
-    for plain, chats in zip(texts, asked, strict=True):
-        for (text, columns), (messages, more) in zip(plain, chats, strict=True):
-            assert messages == [{"role": "user", "content": text}]
-            assert more == {**columns, "prompt": messages}
+    assert messages == [{"role": "user", "content": text}]
+    assert more == {**columns, "prompt": messages}
     path = write(tmp_path / "b.jsonl", [{"prompt": [*CHAT, *CHAT]}, {"prompt": CHAT}])
     assert problems(get_task("custom", path, 1, chat=True)) == problems(get_task("custom", path, 1))
 
@@ -68,13 +59,10 @@ def test_texts_become_a_users_messages_and_chats_stay_as_they_are(tmp_path):
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"title": "q", "gold": "1"}, "line 2: no column 'prompt'; got gold, title"),
+        ({"title": "q", "gold": "1"}, "line 2: no column 'prompt'; got gold, .*columns="),
         ({"prompt": "q"}, "line 2: no column 'gold', which .*line 1 has. Write null"),
         ({"prompt": "", "gold": "1"}, "line 2: 'prompt' is ''; wanted text, or a list"),
-        (
-            {"prompt": CHAT, "gold": "1"},
-            "line 2: the prompt is of kind 'chat messages', in .*line 1 it is 'texts'",
-        ),
+        ({"prompt": CHAT, "gold": "1"}, "line 2: the prompt is of kind 'chat .*line 1 it is 'text"),
         ({"prompt": [{"role": "user"}], "gold": "1"}, r"line 2: 'prompt' is \[{'role': 'us"),
         ({"prompt": "q", "gold": float("nan")}, "line 2: column 'gold' holds nan, a float; wanted"),
         ({"prompt": "q", "gold": "1", "prompts": 1}, "line 2: column 'prompts' has the name of"),
@@ -91,9 +79,6 @@ def test_splits_of_different_form_are_refused(tmp_path):
     write(tmp_path / "test.jsonl", [{"prompt": "q"}])
     with pytest.raises(ValueError, match=r"test.jsonl, line 1: no column 'gold', which .*train"):
         get_task("custom", str(tmp_path)).size("train")
-    write(tmp_path / "test.jsonl", [{"prompt": CHAT, "gold": "1"}])
-    with pytest.raises(ValueError, match="test.jsonl, line 1: the prompt is of kind 'chat"):
-        get_task("custom", str(tmp_path)).size("train")
 
 
 def test_columns_can_have_other_names(tmp_path):
@@ -102,9 +87,6 @@ def test_columns_can_have_other_names(tmp_path):
     task = get_task("custom", path, 1, columns="prompt=question, solution=answer")
     prompt, columns = task.problem("train", 0)
     assert prompt.startswith("q") and columns == {"solution": prompt[1:], "hint": "h"}
-    unusual = write(tmp_path / "b.jsonl", [{"asked": "q", "solved": "1"}] * 2)
-    with pytest.raises(ValueError, match=r'no column .prompt.*task\.columns="prompt=asked"'):
-        get_task("custom", unusual, 1).size("train")
     with pytest.raises(ValueError, match="no column 'text', which task.columns names; got answer"):
         get_task("custom", path, 1, columns="prompt=text").size("train")
 
@@ -112,10 +94,9 @@ def test_columns_can_have_other_names(tmp_path):
 def test_messages_are_a_prompt_without_their_last_answer(tmp_path):
     asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     answer = {"role": "assistant", "content": "a"}
-    last = [{"role": "user", "content": "v"}]
-    rows = [{"messages": [*asked, answer], "n": i} for i in range(3)]
-    rows += [{"messages": [*last, answer], "n": 3}]
+    other = [{"role": "user", "content": "v"}]
+    rows = [{"messages": [*messages, answer]} for messages in (asked, other)]
     task = get_task("custom", write(tmp_path / "a.jsonl", rows), 1)
     for messages, columns in (task.problem("train", 0), task.problem("eval", 0)):
-        assert list(messages) in (asked, last) and columns["prompt"] == list(messages)
-        assert columns["reference_answer"] == "a"
+        assert messages in (asked, other)
+        assert columns == {"prompt": messages, "reference_answer": "a"}

@@ -18,12 +18,8 @@ def write(folder, split, *lines):
 
 
 def test_registry_is_what_the_config_allows():
-    sources = {"custom": "rows.jsonl"}
-    names = [get_task(name, sources.get(name, "")).name for name in TASKS]
-    assert names == list(TASKS)
-    with pytest.raises(
-        ValueError, match="'gsm9k' is unknown. Choose one of arithmetic, custom, gsm8k"
-    ):
+    assert [get_task(name, "").name for name in TASKS] == list(TASKS)
+    with pytest.raises(ValueError, match="'gsm9k' is unknown. Choose one of arithmetic, custom,"):
         get_task("gsm9k", "")
     with pytest.raises(ValueError, match="task arithmetic generates its own problems"):
         get_task("arithmetic", "/data")
@@ -33,56 +29,31 @@ def test_registry_is_what_the_config_allows():
 def test_gsm8k_is_the_published_data():
     task = get_task("gsm8k", GSM8K)
     assert (task.size("train"), task.size("eval")) == (7473, 1319)
-    prompt, columns = task.problem("train", 0)
-    assert prompt == (
-        "[MATH_TASK] Problem:\nNatalia sold clips to 48 of her friends in April, and then she sold "
-        "half as many clips in May. How many clips did Natalia sell altogether in April and May?"
-        "\n\nSolution:"
-    )
-    assert columns["answer"].endswith("in April and May.\n#### 72")
     prompt, columns = task.problem("eval", 1318)
     assert prompt.startswith("[MATH_TASK] Problem:\nHenry and 3 of his friends order 7 pizzas")
+    assert prompt.endswith("\n\nSolution:")
     assert columns["answer"].endswith("#### 14")
 
 
-def test_math_rows(tmp_path):
-    write(tmp_path, "train", r'{"problem": "1+1?", "solution": "$\\boxed{2}$", "level": 1}')
+ASK = "Reason step by step, and put the final answer within \\boxed{}."
+
+
+def test_rows_become_prompts_or_a_users_messages(tmp_path):
+    for split in ("train", "test"):
+        write(tmp_path, split, r'{"problem": "{1}+1?", "solution": "$\\boxed{2}$", "level": 1}')
     task = get_task("math", str(tmp_path))
-    assert task.size("train") == 1
-    prompt, columns = task.problem("train", 0)
-    assert prompt == (
-        "Problem:\n1+1?\n\nReason step by step, and put the final answer within \\boxed{}.\n\n"
-        "Solution:"
-    )
-    assert columns == {"answer": r"$\boxed{2}$"}
+    text = f"Problem:\n{{1}}+1?\n\n{ASK}\n\nSolution:"
+    assert task.problem("train", 0) == (text, {"answer": r"$\boxed{2}$"})
     assert task.response_kind(r"so \boxed{2}") == task.response_kinds[0] == "boxed"
     assert task.response_kind("so 2") == "unboxed"
-
-
-def user(text):
-    return [{"role": "user", "content": text}]
-
-
-def test_questions_as_a_users_messages(tmp_path):
-    write(tmp_path, "train", '{"question": "{1}+1?", "answer": "so 2\\n#### 2"}')
-    prompt, columns = get_task("gsm8k", str(tmp_path), chat=True).problem("train", 0)
-    assert prompt == user(
-        "{1}+1?\n\nReason step by step, and write the final answer on a line of its own, as "
-        "#### NUMBER."
-    )
     # As in the custom task: reward functions find the messages in the column `prompt`.
-    assert columns == {"answer": "so 2\n#### 2", "prompt": prompt}
-    write(tmp_path, "test", r'{"problem": "1+1?", "solution": "$\\boxed{2}$"}')
-    prompt, columns = get_task("math", str(tmp_path), chat=True).problem("eval", 0)
-    assert prompt == user("1+1?\n\nReason step by step, and put the final answer within \\boxed{}.")
-    assert columns["prompt"] == prompt
+    user = [{"role": "user", "content": f"{{1}}+1?\n\n{ASK}"}]
+    found = get_task("math", str(tmp_path), chat=True).problem("eval", 0)
+    assert found == (user, {"answer": r"$\boxed{2}$", "prompt": user})
 
 
 def test_problems_of_math_500_are_never_trained_on(monkeypatch):
-    rows = {
-        "nlile/hendrycks-MATH-benchmark": ["a", "b", "c"],
-        "HuggingFaceH4/MATH-500": ["b", "d"],
-    }
+    rows = {"nlile/hendrycks-MATH-benchmark": "abc", "HuggingFaceH4/MATH-500": "bd"}
 
     def load_dataset(name, configuration, split):
         return [{"problem": problem, "solution": "s", "level": 1} for problem in rows[name]]
@@ -92,10 +63,3 @@ def test_problems_of_math_500_are_never_trained_on(monkeypatch):
     assert (task.size("train"), task.size("eval")) == (2, 2)
     first, second = (task.problem("train", i)[0] for i in range(2))
     assert "\na\n" in first and "\nc\n" in second
-
-
-def test_bad_row_is_named(tmp_path):
-    good = '{"question": "q", "answer": "#### 1"}'
-    write(tmp_path, "train", good, "", '{"question": "q", "answer": 1}')
-    with pytest.raises(ValueError, match="line 3: answer = 1, of question, answer; wanted"):
-        get_task("gsm8k", str(tmp_path)).size("train")

@@ -42,11 +42,8 @@ def test_weights_are_shares_of_a_pass_that_has_every_row(both):
     # Functions see the columns of all sets.
     assert all(set(columns) == {"answer", "hint", "data_set"} for _, columns in problems)
     assert isinstance(task, Mixture) and task.most_held_out(0.2) == 4
-
-
-def test_without_weights_every_row_occurs_once(both):
-    task = get_task("custom", ",".join(both), 2)
-    assert task.size("train") == 39 + 9
+    # Without weights, every row occurs once.
+    assert get_task("custom", ",".join(both), 2).size("train") == 39 + 9
 
 
 def test_rewards_are_reported_for_each_set():
@@ -63,19 +60,12 @@ def test_rewards_are_reported_for_each_set():
     assert all(map(math.isnan, [*parts["a"][1:], *parts["b"][:2]]))
 
 
-@pytest.mark.parametrize(
-    ("path", "message"),
-    [
-        ("a.jsonl:0.5,b.jsonl", "some data sets have a weight and some have none"),
-        ("a.jsonl:0.5,b.jsonl:0", "'b.jsonl' has weight 0. Give a weight above 0"),
-    ],
-)
-def test_weights_that_cannot_be(path, message):
-    with pytest.raises(ValueError, match=message):
-        data_sets(path)
-
-
-def test_names_and_forms_of_sets_must_agree(both, tmp_path):
+def test_weights_names_and_forms_of_sets_must_agree(both, tmp_path):
+    with pytest.raises(ValueError, match="some data sets have a weight and some have none"):
+        data_sets("a.jsonl:0.5,b.jsonl")
+    with pytest.raises(ValueError, match="'b.jsonl' has weight 0. Give a weight above 0"):
+        data_sets("a.jsonl:0.5,b.jsonl:0")
+    assert data_sets("hf://name:main") == [("hf://name:main", 0.0)]
     (tmp_path / "other").mkdir()
     same = write(tmp_path / "other", "a.jsonl", [{"prompt": "x"}, {"prompt": "y"}])
     with pytest.raises(ValueError, match="two have the same name"):
@@ -84,4 +74,3 @@ def test_names_and_forms_of_sets_must_agree(both, tmp_path):
     chat = write(tmp_path, "c.jsonl", chats)
     with pytest.raises(ValueError, match="prompts of a are texts and those of c are chat"):
         get_task("custom", f"{both[0]},{chat}", 2).problem("train", 0)
-    assert data_sets("hf://name:main") == [("hf://name:main", 0.0)]

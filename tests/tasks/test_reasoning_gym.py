@@ -17,38 +17,28 @@ def test_a_missing_package_names_the_extra(monkeypatch):
 
 @pytest.fixture(scope="module")
 def chain_sum():
-    pytest.importorskip("reasoning_gym", reason="reasoning-gym is not installed")
+    pytest.importorskip("reasoning_gym")
     return get_task("reasoning_gym:chain_sum", "")
 
 
 def test_problems_depend_on_split_and_index_alone(chain_sum):
     again = get_task("reasoning_gym:chain_sum", "")
-    assert [again.problem("train", i) for i in (9999, 0)] == [
-        chain_sum.problem("train", i) for i in (9999, 0)
-    ]
+    assert again.problem("train", 9999) == chain_sum.problem("train", 9999)
     prompt, columns = chain_sum.problem("eval", 0)
     assert columns["dataset"] == "chain_sum" and prompt != chain_sum.problem("train", 0)[0]
     assert prompt.endswith("write the final answer between <answer> and </answer>.\n\n")
     assert (chain_sum.size("train"), chain_sum.size("eval")) == (10_000, 1_000)
-    kinds = [chain_sum.response_kind(text) for text in ("<answer>1</answer>", "1")]
-    assert kinds == list(chain_sum.response_kinds)
 
 
 def test_answers_are_scored_by_the_data_set(chain_sum):
     pool = RewardPool(chain_sum.reward, timeout_s=10.0)
     prompt, columns = chain_sum.problem("eval", 3)
     right = columns["answer"]
-    texts = [
-        f"so <answer>0</answer>, no: <answer> {right} </answer>",
-        f"<answer>{int(right) + 1}</answer>",
-        right,
-        "",
-    ]
-    repeated = {name: [value] * 4 for name, value in columns.items()}
-    result = pool.score([prompt] * 4, texts, repeated)
-    assert result.reasons == [None] * 4, result.first_traceback
-    assert result.rewards[0] == 1.0
-    assert max(result.rewards[1:]) < 1.0 and result.rewards[2:] == [0.0, 0.0]
+    texts = [f"so <answer>0</answer>, no: <answer> {right} </answer>", "<answer>x</answer>", right]
+    repeated = {name: [value] * 3 for name, value in columns.items()}
+    result = pool.score([prompt] * 3, texts, repeated)
+    assert result.reasons == [None] * 3, result.first_traceback
+    assert result.rewards[0] == 1.0 > result.rewards[1] and result.rewards[2] == 0.0
     # Another question than the one asked is never graded.
     result = pool.score(["1 + 1 ="], texts[:1], {k: v[:1] for k, v in repeated.items()})
     assert result.reasons == ["reward_error"]
@@ -60,10 +50,7 @@ def test_answers_are_scored_by_the_data_set(chain_sum):
     ("dataset", "message"),
     [
         ("no_such", "reasoning_gym:no_such: reasoning-gym has no such data set. .*chain_sum"),
-        (
-            "composite",
-            "composite: reasoning-gym failed to generate 1,000 problems .Must specify at least one",
-        ),
+        ("composite", "composite: reasoning-gym failed to generate 1,000 problems .Must specify"),
         ("list_functions", "generates different problems for the same seed"),
     ],
 )

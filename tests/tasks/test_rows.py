@@ -7,13 +7,13 @@ import types
 
 import pytest
 
-from tba_jax.tasks.rows import Rows, has_split, read_rows
+from tba_jax.tasks.rows import has_split, read_rows
 
 ROWS = [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}]
 
 
 def write_parquet(path, rows):
-    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(pyarrow.Table.from_pylist(rows), str(path))
 
@@ -21,38 +21,26 @@ def write_parquet(path, rows):
 def test_json_lines_come_with_their_line(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "a", "n": 1}\r\n\n{"prompt": "b", "n": 2}')
-    assert list(read_rows(str(path), "train")) == [
-        (f"{path}, line 1", ROWS[0]),
-        (f"{path}, line 3", ROWS[1]),
-    ]
+    wanted = [(f"{path}, line 1", ROWS[0]), (f"{path}, line 3", ROWS[1])]
+    assert list(read_rows(str(path), "train")) == wanted
     assert not has_split(str(path), "test")
 
 
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (
-            b'{"prompt": "a"}\n{"prompt": ',
-            r"rows\.jsonl, line 2: not JSON .*\); got '\{\"prompt",
-        ),
+        (b'{"prompt": "a"}\n{"p": ', r"rows\.jsonl, line 2: not JSON .*\); got '\{\"p"),
         (b'{"prompt": "a"}\n\xff\xfe', r"line 2: not JSON in UTF-8 \(.*invalid start byte"),
         (b'[{"prompt": "a"}]', r"rows\.jsonl, line 1: \[\{.* is not an object with named columns"),
-        (
-            b'{"a": [{"b\\ud800": 1}]}',
-            r"line 1: not JSON in UTF-8 \(.*surrogates not allowed",
-        ),
-        (
-            b'{"a": ' + b"[" * 10**5 + b"]" * 10**5 + b"}",
-            r"line 1: not JSON .*recursion",
-        ),
+        (b'{"a": [{"b\\ud800": 1}]}', r"line 1: not JSON in UTF-8 \(.*surrogates not allowed"),
+        (b'{"a": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", r"line 1: not JSON .*recursion"),
         (b"\n \n", r"rows\.jsonl has no rows; wanted one JSON object per line"),
     ],
 )
 def test_a_malformed_line_is_named(tmp_path, content, message):
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(content)
+    (tmp_path / "rows.jsonl").write_bytes(content)
     with pytest.raises(ValueError, match=message):
-        list(read_rows(str(path), "train"))
+        list(read_rows(f"{tmp_path}/rows.jsonl", "train"))
 
 
 def test_parquet_files_and_shards_are_read_in_order(tmp_path):
@@ -60,57 +48,33 @@ def test_parquet_files_and_shards_are_read_in_order(tmp_path):
     write_parquet(tmp_path / "train-00000-of-00002.parquet", ROWS[:1])
     write_parquet(tmp_path / "test.parquet", ROWS)
     assert has_split(str(tmp_path), "test")
-    assert list(read_rows(str(tmp_path), "train")) == [
-        (f"{tmp_path}/train-00000-of-00002.parquet, row 0", ROWS[0]),
-        (f"{tmp_path}/train-00001-of-00002.parquet, row 0", ROWS[1]),
-    ]
-
-
-def test_values_are_kept_as_they_were():
-    values = [{"prompt": "é", "n": [1.5, None]}, ["p", {}]]
-    rows = Rows(iter(values))
-    assert [*rows] == values and rows[-1] == values[-1]
+    names = [f"{tmp_path}/train-0000{i}-of-00002.parquet, row 0" for i in (0, 1)]
+    assert list(read_rows(str(tmp_path), "train")) == [*zip(names, ROWS, strict=True)]
 
 
 def test_parquet_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     path = tmp_path / "rows.parquet"
     path.write_bytes(b"no parquet")
-    pytest.importorskip("pyarrow", reason="pyarrow is not installed")
     with pytest.raises(ValueError, match=r"rows\.parquet cannot be read as Parquet \("):
         list(read_rows(str(path), "train"))
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(
-        ValueError, match=r"needs the package `pyarrow`. Install it: pip install 'tba_jax\[hub"
-    ):
+    with pytest.raises(ValueError, match=r"package `pyarrow`. Install it: .*'tba_jax\[hub"):
         list(read_rows(str(path), "train"))
 
 
-@pytest.mark.parametrize("kind", ["pipe", "folder", "device"])
-def test_only_regular_files_are_read(tmp_path, kind):
-    path = tmp_path / "train.jsonl"
-    if kind == "pipe":
-        os.mkfifo(path)  # to open it would wait until somebody writes to it
-    elif kind == "folder":
-        path.mkdir()
-    else:
-        path.symlink_to("/dev/zero")
-    sources = [tmp_path] if kind == "folder" else [tmp_path, path]
-    for source in sources:
+def test_a_pipe_and_a_split_in_two_formats_are_refused(tmp_path):
+    os.mkfifo(tmp_path / "train.jsonl")  # opening it waits for a writer
+    for source in (tmp_path, tmp_path / "train.jsonl"):
         with pytest.raises(ValueError, match=r"train\.jsonl cannot be read \(not a regular file"):
             [*read_rows(str(source), "train")]
-
-
-def test_two_files_for_one_split_are_refused(tmp_path):
-    (tmp_path / "train.jsonl").write_text('{"prompt": "a"}')
+    # Nor are two files of one split read.
     (tmp_path / "train.parquet").write_bytes(b"")
-    with pytest.raises(
-        ValueError, match=r"has both .*train\.jsonl and .*train\.parquet, so the train"
-    ):
+    with pytest.raises(ValueError, match=r"has both .*train\.jsonl and .*train\.parquet, so the"):
         list(read_rows(str(tmp_path), "train"))
 
 
 def test_hub_names_carry_a_configuration(monkeypatch):
-    """The library is a stand-in here: there is no network in tests."""
     asked = []
 
     def load_dataset(name, configuration, split):
@@ -119,21 +83,15 @@ def test_hub_names_carry_a_configuration(monkeypatch):
             raise FileNotFoundError("Dataset 'no/such' doesn't exist on the Hub\nmore")
         return ROWS
 
-    library = types.SimpleNamespace(
-        load_dataset=load_dataset, get_dataset_split_names=lambda *of: ["train"]
-    )
-    monkeypatch.setitem(sys.modules, "datasets", library)
-    assert list(read_rows("hf://openai/gsm8k:main", "train")) == [
-        ("openai/gsm8k, train row 0", ROWS[0]),
-        ("openai/gsm8k, train row 1", ROWS[1]),
-    ]
+    library = {"load_dataset": load_dataset, "get_dataset_split_names": lambda *of: ["train"]}
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(**library))
+    found = list(read_rows("hf://openai/gsm8k:main", "train"))
+    assert found == [(f"openai/gsm8k, train row {i}", row) for i, row in enumerate(ROWS)]
     assert not has_split("hf://org/name", "test")
     list(read_rows("hf://org/name", "train"))
     assert asked == [("openai/gsm8k", "main", "train"), ("org/name", None, "train")]
     with pytest.raises(ValueError, match=r"hf://no/such cannot be read .* \(Dataset 'no/such'"):
         list(read_rows("hf://no/such", "train"))
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(
-        ValueError, match=r"package `datasets`. Install it: pip install 'tba_jax\[hub"
-    ):
+    with pytest.raises(ValueError, match=r"package `datasets`. Install it: .*'tba_jax\[hub"):
         has_split("hf://org/name", "test")

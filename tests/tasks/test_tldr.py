@@ -19,20 +19,14 @@ from tba_jax.tasks.registry import get_task
 def test_rows_of_the_data_set_are_prompts_with_a_human_reference(tmp_path):
     row = {"prompt": "SUBREDDIT: r/x\n\nPOST: long\n\nTL;DR:", "completion": " short"}
     (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
-    (tmp_path / "test.jsonl").write_text(json.dumps({**row, "completion": " other"}) + "\n")
     task = get_task("tldr", str(tmp_path))
-    assert (task.size("train"), task.size("eval"), task.metric) == (1, 1, "win_rate")
     assert task.problem("train", 0) == (row["prompt"], {"answer": " short"})
-    assert task.problem("eval", 0)[1] == {"answer": " other"}
     assert task.response_kind(" one\ntwo") == "several_paragraphs"
-    messages, columns = get_task("tldr", str(tmp_path), chat=True).problem("train", 0)
-    (message,) = messages
+    (message,), columns = get_task("tldr", str(tmp_path), chat=True).problem("train", 0)
     assert message["content"].endswith("one short paragraph.\n\nSUBREDDIT: r/x\n\nPOST: long")
-    assert columns == {"answer": " short", "prompt": messages}
+    assert columns == {"answer": " short", "prompt": [message]}
     (tmp_path / "train.jsonl").write_text('{"prompt": "x"}\n')
-    with pytest.raises(
-        ValueError, match="train.jsonl, line 1: .*; wanted text in column 'completion'"
-    ):
+    with pytest.raises(ValueError, match="train.jsonl, line 1: .* text in column 'completion'"):
         get_task("tldr", str(tmp_path)).size("train")
 
 
@@ -40,18 +34,14 @@ def test_posts_are_the_same_on_every_machine():
     # Written down when the task was made: Python's random() never changes for a seed.
     assert tldr_toy.problem(0, "eval") == ("bmhmbmlhbbihibhhhmhhmihi", "hbhmgi")
     assert tldr_toy.problem(1, "train") == ("piiipcpcibbpiccpipaiaaii", "iocp")
-    posts = [tldr_toy.problem(i, s)[0] for s in ("train", "eval") for i in range(500)]
-    assert len(set(posts)) == 1000
-    assert {len(post) for post in posts} == {tldr_toy.POST_CHARS}
+    posts = {tldr_toy.problem(i, s)[0] for s in ("train", "eval") for i in range(500)}
+    assert len(posts) == 1000 and {*map(len, posts)} == {tldr_toy.POST_CHARS}
 
 
 def test_embedded_reward_model_learned_something_but_not_the_gold_reward():
     policy = Tokenizer.load("embedded:tldr_toy_policy")
-    model = RewardModel.load(
-        "embedded:tldr_toy_reward",
-        site=Site(Mesh(jax.devices()[:1], ("model",))),
-        policy_tokenizer=policy,
-    )
+    site = Site(Mesh(jax.devices()[:1], ("model",)))
+    model = RewardModel.load("embedded:tldr_toy_reward", site=site, policy_tokenizer=policy)
     posts = [tldr_toy.problem(i, "eval") for i in range(256)]
     eos = policy.eos_ids[0]
     scores = model.score(
