@@ -8,18 +8,14 @@ reads the files of a run (docs/python_api.md).
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from tba_jax.api import SavedRun as SavedRun
-    from tba_jax.api import load_config as load_config
-    from tba_jax.api import load_run as load_run
-    from tba_jax.api import run_training as run_training
+    from tba_jax.api import SavedRun, load_config, load_run, run_training
 
 __version__ = "0.1.0"
-
-_API = ("SavedRun", "load_config", "load_run", "run_training")
+__all__ = ("SavedRun", "load_config", "load_run", "run_training")
 
 
 def __getattr__(name: str) -> Any:
-    if name in _API:
+    if name in __all__:
         from tba_jax import api
 
         return getattr(api, name)
@@ -27,4 +23,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *_API])
+    return sorted([*globals(), *__all__])

@@ -2,13 +2,14 @@
 """Training from Python, in a script or a notebook: the names that `tba_jax` exports.
 
 The functions work like the main command, without its flags, exit codes and signals: errors are
-raised, and a process may call them several times. Importing this module does not load JAX; checking
-a config does, because the objective checks its own settings.
+raised, and a process may call them several times. Importing this module does not load JAX.
 """
 
+import contextlib
 import dataclasses
 import difflib
 import os
+import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -78,10 +79,10 @@ def run_training(
         ConfigError: the config cannot run on this machine. UserError: the folder has another run.
         KeyboardInterrupt: the run was interrupted, and is saved.
     """
-    import signal
-
     from tba_jax.commands.interruption import Interruption, surviving_closed_outputs
+    from tba_jax.planning.choices import choose, lines
     from tba_jax.run.run import train
+    from tba_jax.run.workdir import begun_config
 
     if config.placement == "hosts":
         raise ConfigError(
@@ -90,32 +91,23 @@ def run_training(
         )
     if config.placement == "fleet" and (callbacks or in_process):
         raise ConfigError(
-            "config.placement = 'fleet': trains and grades in other processes, so that callbacks "
-            "and in_process=True have no effect. Read metrics.jsonl, define the reward in a file "
-            "and import it from there, or set another placement"
+            "config.placement = 'fleet': callbacks and in_process=True have no effect on its other "
+            "processes. Import the reward from a file, or set another placement"
         )
     config = _with_given(config, reward, objective, in_process)
     validate(config)
-    from tba_jax.planning.choices import choose, lines
-    from tba_jax.run.workdir import begun_config
-
     workdir = local_folder(workdir, "workdir")
     prepare_process()
     config = choose(config, begun_config(workdir))
     validate(config)
     for line in lines(config):
         print(line)
-    interruption = None
     # Python handles signals in the main thread only; in another thread no signal stops a run.
-    if threading.current_thread() is threading.main_thread():
-        interruption = Interruption((signal.SIGINT,), second=signal.default_int_handler)
-    try:
-        with surviving_closed_outputs():
-            stopped = interruption or (lambda: False)
-            outcome = train(config, workdir, interrupted=stopped, callbacks=callbacks)
-    finally:
-        if interruption is not None:
-            interruption.close()
+    is_main = threading.current_thread() is threading.main_thread()
+    signals = [signal.SIGINT] if is_main else []
+    stop = Interruption(signals, second=signal.default_int_handler)
+    with contextlib.closing(stop), surviving_closed_outputs():
+        outcome = train(config, workdir, interrupted=stop, callbacks=callbacks)
     if not outcome.is_finished:
         raise KeyboardInterrupt(
             f"stopped at step {outcome.step} of {config.num_steps}; the run is saved in {workdir}. "
@@ -125,22 +117,18 @@ def run_training(
 
 
 def _with_given(config: Config, reward: Any, objective: Any, in_process: bool) -> Config:
-    """Return the config with the names of the caller's rewards and objective.
-
-    Raises:
-        ConfigError: no other process can import a reward, and `in_process` is not set.
-    """
+    """Return the config with the names of the caller's rewards and objective."""
     fields: dict[str, Any] = {}
-    if rewards := [reward] if callable(reward) else list(reward):
-        names = [importable_name(function) for function in rewards]
-        if not in_process and "" in names:
-            raise ConfigError(
-                f"reward={rewards[names.index('')]!r:.80}: reward processes cannot import it. "
-                "Define it in a file and import it from there. Or give in_process=True to run it "
-                "in this process, without a deadline for a call that hangs"
-            )
-        given = given_names(rewards) if in_process else names
-        fields["task.reward"] = ",".join(given)
+    rewards = [reward] if callable(reward) else list(reward)
+    names = given_names(rewards) if in_process else [importable_name(f) for f in rewards]
+    if "" in names:
+        raise ConfigError(
+            f"reward={rewards[names.index('')]!r:.80}: reward processes cannot import it. Define "
+            "it in a file and import it from there. Or give in_process=True to run it in this "
+            "process, without a deadline for a call that hangs"
+        )
+    if names:
+        fields["task.reward"] = ",".join(names)
     if objective is not None:
         (fields["objective.name"],) = given_names([objective])
     return replace(config, fields)
@@ -159,11 +147,7 @@ def load_run(workdir: str | os.PathLike[str]) -> "SavedRun":
 
 @dataclasses.dataclass(frozen=True)
 class Picture:
-    """A picture that a notebook displays as the value of a cell.
-
-    Attributes:
-        png: bytes of the picture in PNG format.
-    """
+    """A picture, bytes in PNG format, that a notebook displays as the value of a cell."""
 
     png: bytes = dataclasses.field(repr=False)
 
@@ -175,9 +159,7 @@ class Picture:
 class Policy:
     """The policy of a checkpoint, after `step` optimiser steps.
 
-    Attributes:
-        config: the architecture.
-        params: parameters with stacked layers, sharded over the devices of this machine.
+    The parameters have stacked layers, sharded over the devices of this machine.
     """
 
     step: int
@@ -214,10 +196,7 @@ class SavedRun:
 
     @property
     def metrics(self) -> list[dict[str, Any]]:
-        """Lines of metrics.jsonl: one dictionary for each step, with "step" and metrics by name.
-
-        Each access reads the file again. `column` returns a single metric.
-        """
+        """Lines of metrics.jsonl at this moment: one dictionary per step, metrics by name."""
         return read_jsonl(self.workdir / "metrics.jsonl")
 
     def column(self, name: str) -> "tuple[np.ndarray, np.ndarray]":
@@ -229,9 +208,7 @@ class SavedRun:
         known = self._files.metrics.names
         if name not in known:
             near = difflib.get_close_matches(name, known, n=3, cutoff=0.3)
-            raise ValueError(
-                f"no metric {name!r} in {self.workdir}; similar names: {', '.join(near)}"
-            )
+            raise ValueError(f"no metric {name!r} in {self.workdir}; similar: {', '.join(near)}")
         return self._files.metrics.column("step", name)
 
     @property
@@ -249,10 +226,10 @@ class SavedRun:
         """
         from tba_jax.report.figures import FIGURES, to_png
 
-        if name not in self.plots:
-            raise ValueError(f"no plot {name!r}; there are {', '.join(self.plots)}")
-        (draw,) = (figure.draw for figure in FIGURES if figure.name == name)
-        if (figure := draw(self._files)) is None:
+        draw = {figure.name: figure.draw for figure in FIGURES}
+        if name not in draw:
+            raise ValueError(f"no plot {name!r}; there are {', '.join(draw)}")
+        if (figure := draw[name](self._files)) is None:
             raise ValueError(f"{self.workdir} has no data for the plot {name!r} yet")
         return Picture(to_png(figure, dpi))
 
@@ -262,7 +239,6 @@ class SavedRun:
         Raises:
             CheckpointError: there is no readable checkpoint.
         """
-
         from tba_jax.replay.records import from_snapshot
         from tba_jax.run.checkpoint import load_host_state
 
