@@ -12,12 +12,7 @@ from tba_jax.config import document
 from tba_jax.config.presets import load
 from tba_jax.config.resolved import asked, cpu_devices
 from tba_jax.config.rules import validate
-from tba_jax.config.schema import (
-    SETTINGS,
-    ConfigError,
-    get_field,
-    make_config,
-)
+from tba_jax.config.schema import SETTINGS, ConfigError, make_config
 from tba_jax.devices.placement import divide
 from tba_jax.run.model_parts import make_rate, make_step_settings
 from tba_jax.settings import Schedule
@@ -36,8 +31,7 @@ def divide_cpus(config, number):
 def test_default_presets_run_offline_on_one_device(name):
     config = load(name)
     assert config.task.data_path == ""
-    for field in ("model.path", "reward.model_path"):
-        value = get_field(config, field)
+    for value in (config.model.path, config.reward.model_path):
         assert value == "" or value.startswith("embedded:")
     divide_cpus(config, cpu_devices(config))
 
@@ -77,29 +71,18 @@ def test_the_papers_other_runs_differ_where_they_say():
     np.testing.assert_allclose([rate(99), rate(4999)], [1e-4, 0.877e-4], rtol=1e-3)
 
 
-def test_every_field_has_a_meaning():
-    assert [name for name, setting in SETTINGS.items() if not setting.meaning] == []
-
-
 def test_the_page_of_settings_is_as_declared():
     page = (ROOT / "docs" / "config.md").read_text()
     assert page == document.page(), "run python -m tba_jax.config.document docs/config.md"
-    row = "| `replay.max_bytes` | `1073741824` | at least 1 | limit of all stored data, "
-    row += "including bookkeeping (estimated per response) |"
-    assert row in page.splitlines()
+    assert [name for name, setting in SETTINGS.items() if not setting.meaning] == []
 
 
 def test_no_field_is_dead():
     """Each field's name is read somewhere outside the declarations, as attribute or keyword."""
     used = set()
     for path in (ROOT / "tba_jax").rglob("*.py"):
-        if path.name == "config.py":
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute):
-                used.add(node.attr)
-            elif isinstance(node, ast.arg):
-                used.add(node.arg)
+        nodes = ast.walk(ast.parse(path.read_text())) if path.name != "config.py" else ()
+        used |= {getattr(node, "attr", getattr(node, "arg", None)) for node in nodes}
     # search.engine is read in its own config.py, as search.server.
     assert {name.split(".")[-1] for name in SETTINGS} - used == {"engine"}
 
@@ -109,44 +92,18 @@ def test_no_field_is_dead():
     [
         ({"num_steps": 0}, "config.num_steps = 0: must be at least 1"),
         ({"objective.group_size": 32}, "a group needs objective.group_size=32 responses"),
-        (
-            {"objective.group_size": 16, "replay.capacity_per_prompt": 8},
-            "replay.capacity_per_prompt = 8: must hold at least one group",
-        ),
-        (
-            {"search.exact_lag": 2},
-            "search.exact_lag = 2: with driver=async the staleness of data varies",
-        ),
-        (
-            {"replay.max_staleness": 1, "sync_period": 4},
-            "are up to 3 steps stale at their",
-        ),
+        ({"replay.capacity_per_prompt": 8}, "capacity_per_prompt = 8: must hold at least one gro"),
+        ({"search.exact_lag": 2}, "search.exact_lag = 2: with driver=async the staleness of data"),
+        ({"replay.max_staleness": 1, "sync_period": 4}, "are up to 3 steps stale at their"),
         ({"task.name": "custom"}, "task.data_path = '': task custom needs data"),
-        (
-            {"task.reward": "a:f,b:g", "task.reward_weights": (1.0,)},
-            "task.reward_weights = .1.0,.: task.reward names 2 functions",
-        ),
+        ({"task.reward": "a:f,b:g", "task.reward_weights": (1.0,)}, "reward names 2 functions"),
         ({"search.explore": (0.5, 1.5, 1.0)}, "search.explore = .*two ascending temperatures"),
-        (
-            {"task.name": "redteam", "victim.template": "{question}"},
-            r"must contain \{attack\} once",
-        ),
+        ({"task.name": "redteam", "victim.template": "{question}"}, "contain .{attack.} once"),
         ({"search.engine": SERVER}, f"config.search.engine = '{SERVER}': the server receives the"),
-        (
-            {"search.engine": SERVER, "lora.rank": 4, "search.top_p": 0.9},
-            "config.search.top_p = 0.9: with a server",
-        ),
-        (
-            {"reward.model_path": "m", "task.reward": "a:b", "task.reward_weights": (1.0,)},
-            "task.reward and reward.model_path are 2 rewards, and each needs a weight",
-        ),
-        (
-            {"mesh.fsdp": 2, "batch.micro_batch_rows": 1},
-            "rows = 1: cannot .*fsdp x mesh.expert = 2.*rows=2 or a multiple",
-        ),
+        ({"search.engine": SERVER, "lora.rank": 4, "search.top_p": 0.9}, "top_p = 0.9: with a s"),
+        ({"mesh.fsdp": 2, "batch.micro_batch_rows": 1}, "rows = 1: cannot .*rows=2 or a multiple"),
         ({"search.min_new_tokens": 49}, "must not exceed search.max_new_tokens = 48"),
         ({"seed": 2**64}, "config.seed = 18446744073709551616: must be below 2,147,483,648"),
-        ({"objective.beta": 1e300}, "config.objective.beta = 1e.300: must be a finite number"),
         ({"reward.num_workers": 100_000}, r"num_workers = 100000: must lie in \[0, 512\]. The def"),
         (
             {"replay.max_bytes": 3_000},
@@ -161,15 +118,14 @@ def test_a_mistake_is_one_line_with_field_value_and_rule(changes, message):
     assert not any("\n" in line for line in info.value.args)
 
 
+SHARED = "shares 4 of 4. Lower num_searchers, search.num_devices"
+
+
 @pytest.mark.parametrize(
     ("changes", "num_devices", "message"),
     [
         ({"placement": "split"}, 1, "Set --config.placement=shared"),
-        (
-            {"mesh.fsdp": 4, "search.num_devices": 3},
-            4,
-            "shares 4 of 4. Lower num_searchers, search.num_devices",
-        ),
+        ({"mesh.fsdp": 4, "search.num_devices": 3}, 4, SHARED),
     ],
 )
 def test_placements_that_the_devices_do_not_allow(changes, num_devices, message):
@@ -177,11 +133,6 @@ def test_placements_that_the_devices_do_not_allow(changes, num_devices, message)
     validate(config)
     with pytest.raises(ConfigError, match=message):
         divide_cpus(config, num_devices)
-
-
-@pytest.mark.parametrize("rows", [{}, {"batch.packed_length": 80}])
-def test_micro_batches_divide_over_the_trainer(rows):
-    validate(make_config({"mesh.fsdp": 2, "batch.micro_batch_rows": 6, **rows}))
 
 
 @pytest.mark.parametrize(
@@ -195,10 +146,9 @@ def test_micro_batches_divide_over_the_trainer(rows):
 def test_start_data_that_a_run_cannot_take_is_refused(tmp_path, changes, message):
     path = tmp_path / "start.jsonl"
     path.write_text('{"prompt_id": 0, "response": "1"}\n')
-    given = {"task.start_path": str(path), "objective.importance": "none"}
-    if "objective.name" in changes:
-        del given["objective.importance"]
-    else:
-        validate(make_config(given))
+    given = {"task.start_path": str(path)}
+    validate(make_config({**given, "objective.importance": "none"}))
+    if "objective.name" not in changes:
+        given["objective.importance"] = "none"
     with pytest.raises(ConfigError, match=f"task.start_path.*{message}"):
         validate(make_config({**given, **changes}))

@@ -43,35 +43,22 @@ def test_a_name_drops_what_only_other_objectives_have():
     assert override(None, given).objective.own == (("importance", "none"), ("scale", "paper"))
 
 
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        (["dap"], "objective.preset has no 'dap'; there are tba, .*; did you mean dapo?"),
-    ],
-)
-def test_a_preset_that_is_unknown_or_given_twice_is_refused(given, message):
-    with pytest.raises(ConfigError, match=message):
-        override(Config(), [f"--config.objective.preset={name}" for name in given])
+def test_an_unknown_preset_is_refused():
+    with pytest.raises(ConfigError, match="has no 'dap'; there are tba, .*; did you mean dapo?"):
+        override(Config(), ["--config.objective.preset=dap"])
 
 
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"beta": 0.0}, "beta = 0.0: objective.name=tb divides by beta"),
-        ({"name": "rloo", "beta": 0.0}, None),
         ({"name": "rloo", "log_z": "learned"}, "log_z = 'learned': objective.name=rloo has no"),
-        (
-            {"kl_center": "behavior", "log_z": "learned"},
-            "kl_center = 'behavior': a learned log Z has no log-ratio to centre",
-        ),
+        ({"kl_center": "behavior", "log_z": "learned"}, "kl_center = .*: a learned log Z has no"),
         ({"epochs": 2}, "epochs = 2: objective.name=tb has no such setting; it has scale"),
     ],
 )
 def test_switches_that_mean_nothing_together_are_refused(fields, message):
     config = make_config({f"objective.{name}": value for name, value in fields.items()})
-    if message is None:
-        validate(config)
-        return
     with pytest.raises(ConfigError, match=f"config.objective.{message}"):
         validate(config)
 
@@ -79,7 +66,6 @@ def test_switches_that_mean_nothing_together_are_refused(fields, message):
 def test_a_beta_that_nothing_reads_is_said():
     (note,) = notes(make_config({"objective.name": "dapo"}))
     assert note == "objective.beta=0.05 has no effect: objective dapo has no KL to a reference"
-    assert notes(make_config({"objective.name": "dapo", "objective.beta": 0.0})) == []
 
 
 def test_values_of_states_are_drawn_for_who_reads_them_and_by_the_trainers_own_process():

@@ -5,12 +5,20 @@ from pathlib import Path
 
 import pytest
 
+from tba_jax.config.advice import notes
 from tba_jax.config.command_line import override
 from tba_jax.config.presets import FOLDER, load, names, path_of
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import ConfigError
 
 ROOT = Path(__file__).parents[2]
+OWN = """
+from tba_jax.config import presets
+def get_config(preset='gsm8k'):
+    config = presets.get_config('math', preset)
+    config.num_steps = 3
+    return config
+"""
 
 
 def test_the_names_are_those_of_the_files():
@@ -30,6 +38,11 @@ def test_a_name_and_the_file_of_the_repository_are_the_same_valid_config(
     validate(config)
     assert config.name == f"{file}/{preset}"
     assert load(f"{ROOT / 'configs' / file}.py:{preset}") == config
+    # It also runs in one thread by that flag alone, and says what has no effect then.
+    config = override(None, [f"--config={name}", "--config.driver=sync"])
+    validate(config)
+    said = [note.split(" ")[0] for note in notes(config) if "driver=sync" in note]
+    assert said == ["replay.pace=trainer"] * (config.replay.pace == "trainer")
 
 
 def test_a_name_is_a_preset_whatever_lies_in_the_folder_and_a_path_is_a_file(tmp_path, monkeypatch):
@@ -41,11 +54,7 @@ def test_a_name_is_a_preset_whatever_lies_in_the_folder_and_a_path_is_a_file(tmp
 
 def test_a_file_of_ones_own_may_change_a_preset(tmp_path):
     path = tmp_path / "mine.py"
-    path.write_text(
-        "from tba_jax.config import presets\n\n\ndef get_config(preset='gsm8k'):\n"
-        "    config = presets.get_config('math', preset)\n"
-        "    config.num_steps = 3\n    return config\n"
-    )
+    path.write_text(OWN)
     config = override(None, [f"--config={path}", "--config.seed=2"])
     assert (config.name, config.num_steps, config.seed) == ("math/gsm8k", 3, 2)
     assert config.task.name == "gsm8k" and load("math:gsm8k").num_steps == 700
@@ -56,27 +65,18 @@ def test_a_file_of_ones_own_may_change_a_preset(tmp_path):
     [
         ("1 / 0", "ZeroDivisionError: division by zero. Correct the file"),
         ("NAMES = {}", r"has no get_config\(PRESET\) that returns a ConfigDict"),
-        ("config.task.nam = 'x'", "Error: .*nam.*Correct the file"),
-        ("config.num_steps = 'x'", "num_steps = 'x': must be a whole number"),
+        (OWN.replace("num_steps = 3", "task.nam = 'x'"), "Error: .*nam.*Correct the file"),
     ],
 )
 def test_a_file_that_is_no_config_is_refused_in_one_line(text, message, tmp_path):
     path = tmp_path / "mine.py"
-    if text.startswith("config"):
-        text = (
-            "from tba_jax.config import presets\n\n\ndef get_config():\n"
-            f"    config = presets.get_config('math')\n    {text}\n    return config\n"
-        )
     path.write_text(text)
     with pytest.raises(ConfigError, match=message) as info:
         load(str(path))
     assert "\n" not in str(info.value)
 
 
-@pytest.mark.parametrize(
-    ("name", "near"),
-    [("configs/math.py", "math"), ("maht:gsm8k", "math:gsm8k"), ("redtaem", "redteam")],
-)
+@pytest.mark.parametrize(("name", "near"), [("configs/math.py", "math"), ("redtaem", "redteam")])
 def test_an_unknown_name_lists_the_presets_and_the_nearest(name, near, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     listed = rf"there are agent:toy, agent:qwen3_1_7b, .*mean {near}\?$"
