@@ -12,18 +12,12 @@ import pytest
 from tba_jax.commands.interruption import Interruption
 
 
-@pytest.fixture
-def usr1():
-    with contextlib.closing(Interruption((signal.SIGUSR1,))) as interruption:
-        yield interruption
-    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
-
-
-def test_a_signal_is_a_flag_and_a_second_one_has_its_usual_effect(usr1):
-    assert not usr1()
-    os.kill(os.getpid(), signal.SIGUSR1)
-    assert usr1() and usr1.signal_number == signal.SIGUSR1
-    assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
+def test_a_signal_is_a_flag_and_a_second_one_has_its_usual_effect():
+    with contextlib.closing(Interruption((signal.SIGUSR1,))) as usr1:
+        assert not usr1()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert usr1() and usr1.signal_number == signal.SIGUSR1
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
 
 
 PRINTING = """
@@ -39,13 +33,10 @@ with surviving_closed_outputs():
 """
 
 
-@pytest.mark.parametrize(
-    ("outputs", "said"),
-    [
-        (">/dev/full", "the output cannot be written (No space left on device)"),
-        ("2>&1 | true", ""),
-    ],
-)
+FULL = "the output cannot be written (No space left on device)"
+
+
+@pytest.mark.parametrize(("outputs", "said"), [(">/dev/full", FULL), ("2>&1 | true", "")])
 def test_what_is_printed_to_a_dead_output_is_dropped(outputs, said):
     script = f'set -o pipefail; "$@" {outputs}'
     done = subprocess.run(

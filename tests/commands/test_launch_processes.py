@@ -6,12 +6,9 @@ import signal
 import sys
 import textwrap
 import threading
-import time
-from pathlib import Path
 
 from tba_jax.commands.launch_processes import launch
 
-ROOT = Path(__file__).parents[2]
 CHILD = """
 import os, signal, sys, time
 who = int(sys.argv[-1].split("=")[1])
@@ -21,34 +18,23 @@ print("began", who, sys.argv[-2], flush=True)
 
 
 def run(body, capfd, **options):
-    code = launch(
-        2,
-        ["--mine=1"],
-        command=[sys.executable, "-c", CHILD.format(body=textwrap.dedent(body))],
-        **options,
-    )
-    return code, *capfd.readouterr()
+    command = [sys.executable, "-c", CHILD.format(body=textwrap.dedent(body))]
+    return launch(2, ["--mine=1"], command=command, **options), *capfd.readouterr()
 
 
 def test_output_carries_the_process_and_success_is_0(capfd):
     code, out, err = run("sys.stdout.write('no newline')", capfd)
     assert (code, err) == (0, "")
-    assert sorted(out.splitlines()) == [
-        "[0] began 0 --num_processes=2",
-        "[0] no newline",
-        "[1] began 1 --num_processes=2",
-        "[1] no newline",
-    ]
+    wanted = [[f"[{i}] began {i} --num_processes=2", f"[{i}] no newline"] for i in (0, 1)]
+    assert sorted(out.splitlines()) == sum(wanted, [])
 
 
 def test_the_first_failure_is_named_and_the_others_do_not_outlive_it(capfd):
-    started = time.monotonic()
     body = "if who == 1: os.kill(os.getpid(), 9)\ntime.sleep(60)"
     got, _, err = run(body, capfd, grace_s=0.5)
     assert got == 137 and "process 1 was killed by SIGKILL, the first of 2 to fail" in err
     assert "Run the same command again" in err
     assert "process 0 did not end by itself: killed" in err
-    assert time.monotonic() - started < 20
 
 
 def test_an_interruption_reaches_every_process(capfd, tmp_path, monkeypatch):
@@ -70,11 +56,7 @@ def test_an_interruption_reaches_every_process(capfd, tmp_path, monkeypatch):
                 os.kill(os.getpid(), signal.SIGINT)
                 return
 
-    thread = threading.Thread(target=interrupt)
-    thread.start()
-    try:
-        code, out, _ = run(body, capfd)
-    finally:
-        is_over.set()
-        thread.join()
+    threading.Thread(target=interrupt, daemon=True).start()
+    code, out, _ = run(body, capfd)
+    is_over.set()
     assert code == 0 and "[0] saved" in out and "[1] saved" in out

@@ -19,44 +19,26 @@ def fields(*arguments):
     return json.loads(json.dumps(flatten(override(None, arguments))))
 
 
-def a_run(config, report=None):
-    return Run(
-        workdir=Path("run"),
-        report=report or {},
-        config=config,
-        versions={"tba_jax": "0.1.0", "jax": "0.10.2"},
-        metrics=Metrics(),
-    )
-
-
-def evaluation(step, share):
-    return {"metric": "pass_at_1", "pass_at_1": share, "reward_mean": share, "n": 512, "step": step}
-
-
 def test_a_card_of_a_model_of_the_hub():
     config = fields("--config=math:gsm8k", "--config.objective.beta=0.02")
-    report = {
-        "eval": {"before": evaluation(0, 0.403), "after": evaluation(700, 0.546)},
-        "wall_s": 4920.0,
-        "hardware": "4 x A100",
+    evals = {"before": {"pass_at_1": 0.403, "step": 0}, "after": {"pass_at_1": 0.546, "step": 700}}
+    evals = {
+        k: {"metric": "pass_at_1", "reward_mean": 0.5, "n": 512, **v} for k, v in evals.items()
     }
-    text = model_card(a_run(config, report), 700, "me/solver")
+    report = {"eval": evals, "wall_s": 4920.0, "hardware": "4 x A100"}
+    versions = {"tba_jax": "0.1.0", "jax": "0.10.2"}
+    run = Run(Path("run"), report=report, config=config, versions=versions, metrics=Metrics())
+    text = model_card(run, 700, "me/solver")
     data = ModelCard(text).data.to_dict()
     assert data["base_model"] == "realtreetune/rho-1b-sft-GSM8K"
     assert (data["library_name"], data["pipeline_tag"]) == ("transformers", "text-generation")
     assert data["tags"] == ["tba_jax", "reinforcement-learning", "trajectory-balance"]
     for part in (
-        "# solver",
-        "after 700 steps of",
         "| pass@1 | 40.3% | 54.6% |",
-        "On 512 held-out prompts, greedy.",
         "- 700 steps of 7 prompts with 20 responses each",
         "- 1:22:00 of wall time on 4 x A100.",
-        "- Versions: jax 0.10.2, tba_jax 0.1.0.",
         "python -m tba_jax.main --config=math:gsm8k \\\n    --config.objective.beta=0.02\n",
         "| `objective.beta` | 0.02 |",
-        "| `objective.scale` | paper |",
-        'from_pretrained("me/solver")',
         "The licence of [realtreetune/rho-1b-sft-GSM8K](https://huggingface.co/realtreetune/",
     ):
         assert part in text
@@ -71,8 +53,6 @@ def test_a_card_of_a_model_of_the_hub():
 )
 def test_the_command_of_a_card_makes_the_same_config_again(arguments):
     config = fields(*arguments)
-    line = command(config).replace("\\\n", " ")
-    program, *again = shlex.split(line)[2:]
-    assert program == "tba_jax.main"
+    program, *again = shlex.split(command(config).replace("\\\n", " "))[2:]
+    assert program == "tba_jax.main" and len(again) == len(arguments)
     assert fields(*again) == config
-    assert len(again) == len(arguments)

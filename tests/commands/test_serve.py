@@ -36,17 +36,13 @@ def test_a_flag_that_cannot_be_used_is_refused_in_one_line(flags, message, capsy
 
 @pytest.mark.slow
 def test_the_newest_checkpoint_of_a_run_is_served_until_sigterm(tmp_path):
-    name, version = str(tmp_path / "run"), 8
+    name = str(tmp_path / "run")
     done = commands.run(name, cache=tmp_path / "cache")
     assert done.returncode == 0, done.stderr
     command = [sys.executable, "-m", "tba_jax.serve", f"--workdir={name}", "--port=0"]
-    process = subprocess.Popen(
-        [*command, "--num_slots=2"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "JAX_PLATFORMS": "cpu"},
-    )
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    process = subprocess.Popen([*command, "--num_slots=2"], **pipes, text=True, env=env)
     assert process.stdout is not None
     try:
         url = process.stdout.readline().split()[-1]
@@ -54,7 +50,7 @@ def test_the_newest_checkpoint_of_a_run_is_served_until_sigterm(tmp_path):
             assert json.load(response)["data"][0]["id"] == name
         root = url.removesuffix("/v1")
         with urllib.request.urlopen(f"{root}/server_info", timeout=60) as response:
-            assert json.load(response)["weight_version"] == version
+            assert json.load(response)["weight_version"] == 8
         body = json.dumps({"prompt": "7+5-3=", "max_tokens": 3}).encode()
         headers = {"content-type": "application/json"}
         request = urllib.request.Request(f"{url}/completions", body, headers)

@@ -28,15 +28,6 @@ events.open("a").write(f"end {{workdir.name}}\\n")
 ARGUMENTS = ["--config=math", "--config.num_steps=20"]
 
 
-@pytest.fixture
-def fake_main(tmp_path, monkeypatch):
-    script = tmp_path / "fake_main.py"
-    script.write_text(FAKE_MAIN.format(tests=str(ROOT / "tests")))
-    monkeypatch.setattr(sweep, "MAIN", (sys.executable, str(script)))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT))
-    return script
-
-
 def events(folder):
     return (folder / "events").read_text().splitlines()
 
@@ -54,7 +45,12 @@ def test_seeds_vary_slowest_and_bad_points_are_known_before_the_first_run():
 
 # JAX, which other tests load, warns of the fork before a run; the command itself loads no JAX.
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
-def test_one_bad_point_does_not_end_a_sweep_that_ends_in_a_comparison(fake_main, tmp_path, capsys):
+def test_one_bad_point_does_not_end_a_sweep_that_ends_in_a_comparison(
+    tmp_path, capsys, monkeypatch
+):
+    program = FAKE_MAIN.format(tests=str(ROOT / "tests"))
+    monkeypatch.setattr(sweep, "MAIN", (sys.executable, "-c", program))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     out = tmp_path / "out"
     arguments = [*ARGUMENTS, "--grid=sync_period=0,3,1", "--seeds=2", f"--out={out}"]
     assert sweep.main(arguments) == 1
@@ -62,9 +58,7 @@ def test_one_bad_point_does_not_end_a_sweep_that_ends_in_a_comparison(fake_main,
     assert "sync_period=0-seed0: failed, " in told.out
     assert "sync_period=3-seed1: failed, exit status 1: error: three does not work" in told.out
     assert "4 of 6 runs failed" in told.err and (out / "compare.html").is_file()
-    assert [x for x in events(tmp_path) if x.startswith("end")] == [
-        "end sync_period=1-seed0",
-        "end sync_period=1-seed1",
-    ]
+    ended = [x for x in events(tmp_path) if x.startswith("end")]
+    assert ended == ["end sync_period=1-seed0", "end sync_period=1-seed1"]
     assert sweep.main(arguments) == 1  # finished runs are not started again
     assert sum(x == "begin sync_period=1-seed0" for x in events(tmp_path)) == 1

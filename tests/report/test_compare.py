@@ -16,22 +16,19 @@ HOSTILE = ("<script>document.title='hacked'</script>", '"><img src=x onerror="do
 
 @pytest.fixture(scope="module")
 def six(tmp_path_factory):
-    """Two objectives with three seeds; the last run is in progress and its log ends in a line
-    that is not whole."""
+    """Two objectives with three seeds; the last run is in progress; logs end in half a line."""
     folder = tmp_path_factory.mktemp("six")
     for number in range(6):
         name, seed = ("tb", "grpo")[number // 3], number % 3
         workdir = folder / f"{name}<b>{seed}"
-        in_progress = number == 5
-        fake_workdir(
-            workdir, num_steps=20, made_steps=9 if in_progress else 20, report=not in_progress
-        )
+        is_over = number < 5
+        fake_workdir(workdir, num_steps=20, made_steps=20 if is_over else 9, report=is_over)
         told = read_json(workdir / "config.json")
         told["config"] |= {"seed": seed, "objective": {"name": name, "beta": 0.1 * number // 3}}
         told["config"] |= {"task": {"data_path": HOSTILE[1]}} if name == "tb" else {}
         write_json(workdir / "config.json", told)
         with open(workdir / "metrics.jsonl", "a") as log:
-            if not in_progress:
+            if is_over:
                 last = {"step": 20, "eval/n": 9, "eval/pass_at_1": 0.5 + 0.1 * seed}
                 log.write(json.dumps(last) + "\n")
                 report = read_json(workdir / "report.json")

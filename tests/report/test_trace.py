@@ -24,12 +24,8 @@ LINES = [
 def test_parts_of_steps_and_counters(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in LINES))
     events = json.loads(trace.render_trace(load_run(tmp_path)))["traceEvents"]
-    spans = [
-        (e["args"]["step"], e["name"], e["ts"] / 1e6, e["dur"] / 1e6)
-        for e in events
-        if e["ph"] == "X"
-    ]
-    assert spans == [
+    parts = [e for e in events if e["ph"] == "X"]
+    assert [(e["args"]["step"], e["name"], e["ts"] / 1e6, e["dur"] / 1e6) for e in parts] == [
         (1, "wait for a batch", 4.0, 1.5),
         (1, "draw", 5.5, 0.5),
         (1, "train", 6.0, 1.0),

@@ -3,7 +3,6 @@ import io
 import json
 import math
 import os
-import pty
 import re
 import subprocess
 import sys
@@ -13,29 +12,24 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from tba_jax.report import writers
+from tba_jax.report import process, writers
+from tba_jax.report.process import ReportProcess
 from tba_jax.report.progress import ProgressDisplay
 
 
 def test_wandb_gets_finite_numbers_and_continues_its_run(monkeypatch, tmp_path):
     logged = []
-    run = types.SimpleNamespace(
-        define_metric=lambda *names, **axis: logged.append((*names, axis)),
-        log=logged.append,
-        finish=lambda: logged.append("finished"),
-    )
-    fake = types.SimpleNamespace(
-        init=lambda **settings: logged.append(settings) or run,
-        Table=lambda columns, data: [columns, *data],
-    )
+    run = types.SimpleNamespace(log=logged.append, finish=lambda: logged.append("finished"))
+    run.define_metric = lambda *names, **axis: logged.append((*names, axis))
+    fake = types.SimpleNamespace(Table=lambda columns, data: [columns, *data])
+    fake.init = lambda **settings: logged.append(settings) or run
     monkeypatch.setitem(sys.modules, "wandb", fake)
     tracker = writers.make_tracker("wandb:p", tmp_path, {"seed": 1}, "r")
     tracker.write(7, {"a": np.float32(0.5), "b": math.nan, "c": [[1, 2]], "d": "text", "e": 3})
     sample = {"reward": 1.0, "prompt": "2+2", "tokens": ["fo", "ur"]}
     writers.MultiWriter([tracker]).write_samples(7, "eval", [sample])
     tracker.close()
-    assert logged[0]["project"] == "p" and logged[0]["config"] == {"seed": 1}
-    assert logged[0]["id"] == "r" and logged[0]["resume"] == "allow"
+    assert logged[0].items() >= {"project": "p", "id": "r", "resume": "allow"}.items()
     table = [["step", "prompt", "response", "reward"], [7, "2+2", "four", 1.0]]
     # With W&B's own steps it would drop an evaluation that ends after a later step.
     assert logged[1] == ("*", {"step_metric": "step"})
@@ -65,24 +59,16 @@ def test_a_killed_and_resumed_run_logs_each_step_once_to_trackio(tmp_path):
     pytest.importorskip("trackio")
     environment = {**os.environ, "TRACKIO_DIR": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    for arguments in (("0", "6", "1"), ("3", "9", "0")):
-        done = subprocess.run(
-            [sys.executable, "-c", LOGGING, *arguments],
-            env=environment,
-            capture_output=True,
-            text=True,
-            timeout=120,
-        )
-        assert done.returncode == (9 if arguments[-1] == "1" else 0), done.stderr
-        assert done.stdout == "", done.stdout
-    read = (
-        "import json; from trackio.sqlite_storage import SQLiteStorage as s;"
-        "print(json.dumps(s.get_logs('p', 'a-01234567')))"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", read], env=environment, capture_output=True, text=True, check=True
-    )
-    rows = json.loads(done.stdout)
+
+    def python(*arguments):
+        command = [sys.executable, "-c", *arguments]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+    for code, arguments in ((9, ("0", "6", "1")), (0, ("3", "9", "0"))):
+        done = python(LOGGING, *arguments)
+        assert (done.returncode, done.stdout) == (code, ""), done.stderr
+    read = "import json; from trackio.sqlite_storage import SQLiteStorage as s;"
+    rows = json.loads(python(f"{read} print(json.dumps(s.get_logs('p', 'a-01234567')))").stdout)
     losses = [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
     assert losses == [(step, step + 0.5) for step in range(9)]
     assert [row["step"] for row in rows if "samples/eval" in row] == list(range(9))
@@ -110,77 +96,57 @@ def test_plain_lines_come_at_most_every_period_and_count_down():
     ]
 
 
-def test_evaluations_notes_and_phases_are_printed_at_once():
+def test_evaluations_notes_and_phases_are_printed_at_once_with_what_hinders_learning():
     display, stream = plain_display()
     display.phase("compiling")
     display.phase("compiling")
     display.write(0, {"eval/pass_at_1": 0.41})
-    display.write(1, {"search/tokens_per_s": 8123.0, "search/kind_share": 0.4})
-    display.write(2, {"eval/pass_at_1": 0.523})
+    values = {"reward_mean": 0.5, "reward_part_right": 0.4, "kind_share": 0.4, "tokens_per_s": 8123}
+    values |= {"response_length_mean": 9.0, "cut_share": 0.25, "equal_rewards_share": 0.75}
+    values = {f"search/{name}": value for name, value in values.items()}
+    display.write(2, {"eval/pass_at_1": 0.523, "train/kl_reference": 0.0123, **values})
     display.note("saved [bold]x[/bold]")
     display.close()
     display.close()
-    assert stream.getvalue().splitlines() == [
-        "[0:00] compiling",
-        "[0:00] step   0/100  held-out pass@1 41.0%",
-        "[0:00] step   1/100  held-out pass@1 41.0%  worked answers 40%  decoded 8.1k tok/s",
-        "[0:00] step   2/100, 0:00 left  held-out pass@1 41.0% -> 52.3%  worked answers 40%  "
+    compiling, before, line, note = stream.getvalue().splitlines()
+    assert (compiling, note) == ("[0:00] compiling", "[0:00] saved [bold]x[/bold]")
+    assert before == "[0:00] step   0/100  held-out pass@1 41.0%"
+    assert line.startswith("[0:00] step   2/100, 0:00 left  held-out pass@1 41.0% -> 52.3%  ")
+    for part in (
+        "reward 0.500 (right 0.400)",
+        "length 9.0 tokens (25% cut)  groups with equal rewards 75%  KL 0.0123",
+        "worked answers 40%",
         "decoded 8.1k tok/s",
-        "[0:00] saved [bold]x[/bold]",
-    ]
+    ):
+        assert part in line
 
 
-def test_a_line_says_what_keeps_a_run_from_learning():
-    display, stream = plain_display()
-    values = {
-        "search/reward_mean": 0.5,
-        "search/reward_part_right": 0.4,
-        "search/response_length_mean": 9.0,
-        "search/cut_share": 0.25,
-        "search/equal_rewards_share": 0.75,
-        "train/kl_reference": 0.0123,
-    }
-    display.write(1, values)
-    assert (
-        "reward 0.500 (right 0.400)  length 9.0 tokens (25% cut)  groups with equal rewards 75%  "
-        "KL 0.0123"
-    ) in stream.getvalue()
-
-
-TTY_SCRIPT = """
-from tba_jax.report.progress import ProgressDisplay
-display = ProgressDisplay(4, kind="worked")
-display.phase("compiling")
-display.write(0, {"eval/pass_at_1": 0.41})
-for step in range(1, 5):
-    display.write(step, {"search/reward_mean": step / 8, "buffer/staleness_mean": 1.5,
-                         "buffer/staleness_max": 4, "search/tokens_per_s": 8123.0})
-    display.note(f"note {step}")
-display.write(4, {"eval/pass_at_1": 0.875})
-display.close()
-"""
-
-
-@pytest.mark.timeout(60)
-def test_terminal_gets_one_line_and_is_given_back():
-    master, slave = pty.openpty()
-    env = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80", "LINES": "24"}
-    process = subprocess.Popen([sys.executable, "-c", TTY_SCRIPT], stdout=slave, env=env)
-    os.close(slave)
-    seen = b""
-    while True:
-        try:
-            chunk = os.read(master, 65536)
-        except OSError:  # the terminal is closed when the process ends
-            break
-        if not chunk:
-            break
-        seen += chunk
-    assert process.wait(30) == 0
-    os.close(master)
-    raw = seen.decode()
+def test_a_terminal_gets_one_line_and_is_given_back():
+    stream = io.StringIO()
+    console = Console(file=stream, force_terminal=True, width=80, _environ={})
+    display = ProgressDisplay(4, kind="worked", console=console)
+    display.write(0, {"eval/pass_at_1": 0.41})
+    for step in range(1, 5):
+        values = {"buffer/staleness_mean": 1.5, "buffer/staleness_max": 4}
+        display.write(step, {"search/reward_mean": step / 8, **values})
+        display.note(f"note {step}")
+    display.write(4, {"eval/pass_at_1": 0.875, "search/tokens_per_s": 8123.0})
+    display.close()
+    raw = stream.getvalue()
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", raw)
     final = text[text.rindex("[0:0") :]
     assert "step 4/4  held-out pass@1 41.0% -> 87.5%  reward 0.500" in final
     assert all(len(line) <= 80 for line in final.splitlines()) and "…" in final
     assert "note 1" in text and raw.rindex("\x1b[?25h") > raw.rindex("\x1b[?25l")
+
+
+def test_a_report_is_rewritten_at_intervals(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "_COMMAND", ("sh", "-c", 'echo "$1" >> "$0/times"'))
+    now, told = [0.0], tmp_path / "times"
+    writer = ReportProcess(tmp_path, clock=lambda: now[0])
+    for now[0], wanted in ((0.0, 0), (299.0, 0), (300.0, 1), (310.0, 1), (900.0, 2)):
+        writer.write(1, {})
+        if writer._process is not None:
+            writer._process.wait()
+        assert (len(told.read_text().splitlines()) if told.exists() else 0) == wanted
+    writer.close()
