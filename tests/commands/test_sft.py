@@ -58,9 +58,10 @@ def examples_file(tmp_path_factory):
 def tuned(examples_file, *flags):
     """What the command computes in four steps with these flags."""
     arguments = [f"--model={START_MODEL}", f"--data={examples_file}", "--out=unused"]
-    sizes = ["--config.num_steps=4", "--config.batch.num_prompts=8"]
-    rate = "--config.optimizer.learning_rate=cosine(1e-3, 0)"
-    args, config = sft._arguments([*arguments, *sizes, rate, *flags])
+    values = {"num_steps": 4, "batch.num_prompts": 8, "eval.period": 2}
+    values["optimizer.learning_rate"] = "cosine(1e-3, 0)"
+    given = [f"--config.{name}={value}" for name, value in values.items()]
+    args, config = sft._arguments([*arguments, *given, "--eval_share=0.3", *flags])
     source = models.describe(str(START_MODEL))
     found = sft._examples(args.data, args.eval_share, config.seed, source.load_tokenizer())
     return sft.fine_tune(source, *found, config)
@@ -68,7 +69,7 @@ def tuned(examples_file, *flags):
 
 @pytest.fixture(scope="module")
 def plain(examples_file):
-    return tuned(examples_file, "--eval_share=0.3", "--config.eval.period=2")
+    return tuned(examples_file)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +80,7 @@ def plain(examples_file):
     ],
 )
 def test_layouts_and_meshes_give_the_same_losses(plain, examples_file, flags):
-    found = tuned(examples_file, "--eval_share=0.3", "--config.eval.period=2", *flags)
+    found = tuned(examples_file, *flags)
     assert [step for step, _ in plain.eval_losses] == [0, 2, 4]
     # float32 sums in another order; AdamW divides by the root of small second moments.
     np.testing.assert_allclose(found.losses, plain.losses, rtol=1e-4)

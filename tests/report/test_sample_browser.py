@@ -37,37 +37,25 @@ def page_of(folder, records, name="run"):
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("samples")
     held_out = {"of": "eval", "prompt": "held out", "tokens": ["x"]}
     records = [{"step": 0, "prompt_id": 0, **held_out}]
     records += [line(step, number) for step in range(1, 41) for number in (0, 1)]
-    return page_of(folder, records)
+    return page_of(tmp_path_factory.mktemp("samples"), records)
 
 
 HANDS = """
     const set = (name, value) => { const x = document.querySelector(`#controls [name="${name}"]`);
       x.value = value; x.dispatchEvent(new Event('input', {bubbles: true})); };
     const found = () => document.getElementById('found').textContent;
-    const first = () => document.querySelector('#rows summary').innerText;
     const click = selector => document.querySelector(selector).click();
 """
 
 
-def test_responses_are_filtered_searched_and_ordered(page, tmp_path):
+def test_responses_are_filtered_and_one_opens_with_its_parts_colours_and_prompt(page, tmp_path):
     script = """
         const told = [found()];
         const ask = (name, value) => { set(name, value); told.push(found()); set(name, ''); };
         ask('text', 'WORD7'); ask('step_min', '31'); ask('searcher', '1'); ask('of', 'eval');
-        set('order', '-reward');
-        return [told, first().includes('step 40'), document.querySelectorAll('#rows > *').length];
-    """
-    told, is_best, rows = in_browser(page, tmp_path, script=HANDS + script)
-    counts = [int(text.split()[0]) for text in told]
-    assert counts == [81, 2, 20, 40, 1] and is_best and rows == 20
-
-
-def test_a_response_opens_with_parts_and_colours_and_its_prompt_over_time(page, tmp_path):
-    script = """
         set('of', 'train'); set('order', '-step'); set('colour', 'behavior');
         click('#rows summary');
         const pieces = [...document.querySelectorAll('.response span')];
@@ -76,9 +64,10 @@ def test_a_response_opens_with_parts_and_colours_and_its_prompt_over_time(page, 
         set('colour', 'reference');
         const none = document.querySelector('.response small').innerText;
         click('.same');
-        return [colours, said, none, found()];
+        return [told, colours, said, none, found()];
     """
-    colours, said, none, count = in_browser(page, tmp_path, script=HANDS + script)
+    told, colours, said, none, count = in_browser(page, tmp_path, script=HANDS + script)
+    assert [int(text.split()[0]) for text in told] == [81, 2, 20, 40, 1]
     assert colours == [
         ["one ", "rgba(0, 114, 178, 0.1)", "0.30"],
         ["word40", "rgba(230, 120, 0, 0.7)", "-2.00"],

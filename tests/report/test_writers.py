@@ -111,14 +111,10 @@ def test_evaluations_notes_and_phases_are_printed_at_once_with_what_hinders_lear
     compiling, before, line, note = stream.getvalue().splitlines()
     assert (compiling, note) == ("[0:00] compiling", "[0:00] saved [bold]x[/bold]")
     assert before == "[0:00] step   0/100  held-out pass@1 41.0%"
-    assert line.startswith("[0:00] step   2/100, 0:00 left  held-out pass@1 41.0% -> 52.3%  ")
-    for part in (
-        "reward 0.500 (right 0.400)",
-        "length 9.0 tokens (25% cut)  groups with equal rewards 75%  KL 0.0123",
-        "worked answers 40%",
-        "decoded 8.1k tok/s",
-    ):
-        assert part in line
+    assert line.startswith("[0:00] step   2/100  held-out pass@1 41.0% -> 52.3%  ")
+    assert "reward 0.500 (right 0.400)" in line and "worked answers 40%" in line
+    assert "length 9.0 tokens (25% cut)  groups with equal rewards 75%  KL 0.0123" in line
+    assert "decoded 8.1k tok/s" in line
 
 
 def test_a_terminal_gets_one_line_and_is_given_back():
