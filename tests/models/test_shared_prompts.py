@@ -156,21 +156,31 @@ def test_logprobs_of_groups_are_those_of_rows(scoring):
     )
 
 
-def test_a_kernel_gives_the_attention_behind_a_prompt_of_the_einsum(monkeypatch):
+def test_attention_behind_a_prompt_is_that_of_rows_of_their_own():
+    attend = functools.partial(shared_prompts._attend_in_rows, implementation="xla")
     rng = np.random.default_rng(2)
-    own = [
-        jnp.asarray(rng.normal(size=(B, C, T, *heads)), jnp.float32)
-        for heads in ((2, 3, 16), (2, 16), (2, 16))
-    ]
-    keys, values = (jnp.asarray(rng.normal(size=(B, X, 2, 16)), jnp.float32) for _ in range(2))
-    mask = jnp.asarray(np.arange(X)[None] >= X - PROMPT_LENGTHS[:, None])
+    with jax.enable_x64(True):
+        own = [
+            jnp.asarray(rng.normal(size=(B, C, T, *heads))) for heads in ((2, 3, 4), (2, 4), (2, 4))
+        ]
+        keys, values = (jnp.asarray(rng.normal(size=(B, X, 2, 4))) for _ in range(2))
+        mask = jnp.asarray(np.arange(X)[None] >= X - PROMPT_LENGTHS[:, None])
+        cotangent = jnp.asarray(rng.normal(size=(B, C, T, 2, 3, 4)))
 
-    def attend():
-        return shared_prompts.attend_after(*own, shared_prompts.Seen(keys, values, mask))
+        def with_gradients(attend):
+            def run(q, k, v, keys, values):
+                return attend(q, k, v, shared_prompts.Seen(keys, values, mask))
 
-    wanted = attend()
-    monkeypatch.setattr(attention.Kernels, "select", lambda *args: "splash")
-    np.testing.assert_allclose(attend(), wanted, atol=1e-5)
+            out, pull = jax.vjp(run, *own, keys, values)
+            return out, pull(cotangent)
+
+        wanted = with_gradients(shared_prompts.attend_after)
+        assert np.abs(wanted[1][3]).max() > 0.1
+        jax.tree.map(
+            lambda x, y: np.testing.assert_allclose(x, y, atol=1e-12),
+            with_gradients(attend),
+            wanted,
+        )
 
 
 def test_a_row_of_padding_is_finite():
