@@ -18,7 +18,7 @@ import jax
 import pytest
 from jaxtyping import install_import_hook
 
-from tba_jax.devices.program_cache import open_cache
+from tba_jax.devices.platform import open_cache
 
 jax.config.update("jax_num_cpu_devices", 8)
 jax.config.update("jax_numpy_rank_promotion", "raise")

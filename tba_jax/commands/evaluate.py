@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--workdir", default="", help="work directory of a run")
     add("--json", action="store_true", help="one JSON object as the last line")
     args, overrides = parser.parse_known_args(argv)
-    from tba_jax.devices.program_cache import open_cache
+    from tba_jax.devices.platform import open_cache
 
     if args.workdir and (args.config or args.model):
         raise ValueError(

@@ -11,8 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from tba_jax.config.schema import Config, defaults, unflatten
-from tba_jax.devices.platform import platform_of
-from tba_jax.devices.program_cache import open_cache
+from tba_jax.devices.platform import open_cache, platform_of
 from tba_jax.devices.site import Site, any_device, reading_mesh
 from tba_jax.models import lora
 from tba_jax.models.shardings import param_shardings

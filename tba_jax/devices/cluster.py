@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Cluster: the processes of one run under `jax.distributed`, and small values that they exchange.
 
-A job runs the same program on every host. This module starts `jax.distributed` from flags, from
-environment variables, or from the metadata of a TPU pod. Values pass through the key-value store of
-its coordination service, before searchers start and after they stop; in between, processes send
-messages (room `remote`). A process whose peer is lost is ended by `jax.distributed`.
+A job runs the same program on every host. Values pass through the key-value store of its
+coordination service, before searchers start and after they stop; in between, processes send
+messages (room `remote`). `jax.distributed` ends a process whose peer is lost.
 """
 
 import collections
@@ -35,15 +34,7 @@ class PeerError(RuntimeError):
 
 
 class Address(NamedTuple):
-    """Address of the coordinator of `jax.distributed`, and index of this process.
-
-    A TPU pod provides them itself: then the values are "", 0 and -1.
-
-    Attributes:
-        coordinator: HOST:PORT of process 0.
-        num_processes: processes of the run.
-        process_id: index of this process.
-    """
+    """HOST:PORT of process 0, and index of this process; "", 0 and -1: a TPU pod provides them."""
 
     coordinator: str = ""
     num_processes: int = 1
@@ -57,8 +48,6 @@ def resolve_address(
     environment: Mapping[str, str],
 ) -> Address:
     """Return the address from flags, or from environment variables where a flag is missing.
-
-    Without any of them, the run has one process.
 
     Raises:
         ValueError: the address is incomplete or contradictory.
@@ -86,8 +75,7 @@ def resolve_address(
         raise ValueError(
             f"--coordinator={address.coordinator} --num_processes={address.num_processes} "
             f"--process_id={address.process_id}: the coordinator must be HOST:PORT of process 0, "
-            "and process IDs count from 0. For example --coordinator=10.0.0.1:1234 "
-            "--num_processes=2, with --process_id=0 on one host and 1 on the other"
+            "and process IDs count from 0. Give for example --coordinator=10.0.0.1:1234"
         )
     return address
 
@@ -124,7 +112,7 @@ class Cluster:
 
     def alone(self) -> "Cluster":
         """Return a cluster of this process alone, in which it is not primary."""
-        return Cluster(self.number, (self.number,), False, self.coordinator)
+        return dataclasses.replace(self, members=(self.number,), is_primary=False)
 
     def gather_json(self, value: Any) -> list[Any]:
         """Return the JSON-compatible value of every process, by process ID; all call this.
@@ -191,8 +179,7 @@ def start(address: Address, *, heartbeat_s: int, shutdown_s: int) -> Cluster:
     except ValueError as error:
         raise ValueError(
             f"--coordinator={AUTO}: no address of the other processes ({error}). Give "
-            "--coordinator=HOST:PORT --num_processes=N --process_id=I, or start the processes "
-            "with python -m tba_jax.launch_processes"
+            "--coordinator=HOST:PORT --num_processes=N --process_id=I"
         ) from error
     except RuntimeError as error:  # jax raises this type for every failure of the service
         raise PeerError(
@@ -213,11 +200,7 @@ def is_loopback(host: str) -> bool:
 
 @contextlib.contextmanager
 def peer_errors(cluster: Cluster) -> Iterator[None]:
-    """Convert the failure of an operation of several processes to a PeerError with a remedy.
-
-    Raises:
-        PeerError: the transport lost the connection to a process.
-    """
+    """Convert a failure of the connection between processes to a PeerError with a remedy."""
     try:
         yield
     except (ValueError, RuntimeError) as error:

@@ -6,37 +6,29 @@ from dataclasses import dataclass
 from tba_jax.settings import Section, field, need
 
 
+def _axis(description: str) -> int:
+    return field(1, description, at_least=1, on_resume=True)
+
+
 @dataclass(frozen=True)
 class MeshSettings(Section):
     """Axes of the trainer's mesh: data x fsdp x expert x model devices."""
 
-    data: int = field(
-        1,
+    data: int = _axis(
         "number of copies of the train state, over which rows are sharded; on several hosts 1 "
-        "means one per host",
-        at_least=1,
-        on_resume=True,
+        "means one per host"
     )
-    fsdp: int = field(
-        1,
+    fsdp: int = _axis(
         "number of devices over which train state and rows are sharded; weights are gathered layer "
-        "by layer",
-        at_least=1,
-        on_resume=True,
+        "by layer"
     )
-    expert: int = field(
-        1,
+    expert: int = _axis(
         "number of devices over which the experts of a mixture, and rows, are sharded; each device "
-        "receives the tokens of all these devices, and results are summed",
-        at_least=1,
-        on_resume=True,
+        "receives the tokens of all these devices, and results are summed"
     )
-    model: int = field(
-        1,
+    model: int = _axis(
         "number of devices over which train state and every matrix product are sharded (tensor "
-        "parallel)",
-        at_least=1,
-        on_resume=True,
+        "parallel)"
     )
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Platform of a device, which selects kernels and compiler options.
+"""Platform of a device, which selects kernels and compiler options; setup of a process for JAX.
 
 The functions look at a given device, attached or described, never at the process's default device.
 A process without a GPU can therefore plan for a GPU.
@@ -10,6 +10,7 @@ import glob
 import importlib.util
 import os
 import sys
+from pathlib import Path
 from typing import Any, Literal
 
 Platform = Literal["any", "cpu", "cuda", "rocm", "tpu"]
@@ -18,9 +19,8 @@ Platform = Literal["any", "cpu", "cuda", "rocm", "tpu"]
 GPU_MEMORY_SHARE = 0.92
 """Share of a GPU's memory that JAX preallocates for arrays and programs.
 
-JAX's default is 0.75, for processes that share a GPU. The rest is for memory outside the pool: 0.6
-GiB of CUDA context and library handles, kernels, and NCCL's buffers (up to 32 channels of 10 MiB
-per group of devices, so 0.3 GiB; a run has at most three such groups).
+The rest is for memory outside the pool: 0.6 GiB of CUDA context and library handles, kernels, and
+NCCL's buffers (0.3 GiB per group of devices; a run has at most three such groups).
 """
 _WIDE = 512  # hidden size from which Eigen is faster than YNNPACK on CPU (docs/lab/train_step.md)
 
@@ -43,12 +43,40 @@ def prepare_process() -> None:
         jax.config.update("jax_platforms", os.environ["JAX_PLATFORMS"])
 
 
-def return_free_memory() -> None:
-    """Return freed memory to the operating system where the C library can (glibc).
+def open_cache() -> str:
+    """Enable JAX's persistent compilation cache; return a line for the user with its folder.
 
-    glibc keeps memory that threads have freed. Many threads compile programs and copy weights, so
-    the resident size of the process would grow without use.
+    Call the function before programs are compiled, and after the processes of a job are connected.
+    A folder in JAX_COMPILATION_CACHE_DIR takes precedence and is used unchanged. A folder that
+    cannot be written does not end the run. The line is "" if JAX_ENABLE_COMPILATION_CACHE is off.
     """
+    import jax
+
+    if not jax.config.jax_enable_compilation_cache:
+        return ""
+    if chosen := jax.config.jax_compilation_cache_dir:
+        return f"compiled programs are kept in {chosen} (JAX_COMPILATION_CACHE_DIR)"
+    try:
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = home / "tba_jax" / "xla"
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK):
+            raise PermissionError(f"{folder} is not writable")
+    except (OSError, RuntimeError) as error:  # RuntimeError: no home folder
+        return (
+            f"compiled programs are not kept: {error}. Set JAX_COMPILATION_CACHE_DIR=DIR to keep "
+            "them there"
+        )
+    # With a size limit JAX also locks the cache, so that no process reads partial writes.
+    jax.config.update("jax_compilation_cache_max_size", 2**30)
+    # To read a program that compiles faster than this would take as long.
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.05)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    return f"compiled programs are kept in {folder}"
+
+
+def return_free_memory() -> None:
+    """Return to the operating system the memory that glibc keeps after threads have freed it."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

@@ -58,60 +58,40 @@ def batch_axes(mesh: Mesh) -> tuple[str, ...]:
     return tuple(axis for axis in BATCH_AXES if axis in mesh.shape)
 
 
-def partition_spec(
-    axes: Sequence[str | None],
-    shape: Sequence[int],
-    mesh: Mesh,
-    rules: Mapping[str, Rule] = AXIS_RULES,
-) -> PartitionSpec:
-    """Return the partition of one array over a mesh.
+def partition_spec(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh) -> PartitionSpec:
+    """Return the partition of one array over a mesh; rules for absent mesh axes have no effect.
 
     Args:
         axes: logical name of each axis; None: never divided.
         shape: shape of the array.
-        mesh: rules for absent mesh axes have no effect.
 
     Raises:
-        ValueError: two axes of the array map to one mesh axis, or a size does not divide.
+        ValueError: a mesh axis does not divide a size.
     """
-    sizes = {axis: n for axis, n in zip(axes, shape, strict=True) if axis and axis in rules}
-    divides = {axis: tuple({rules[axis].mesh_axis} & {*mesh.shape}) for axis in sizes}
+    sizes = {axis: n for axis, n in zip(axes, shape, strict=True) if axis in AXIS_RULES}
+    divides = {axis: tuple({AXIS_RULES[axis].mesh_axis} & {*mesh.shape}) for axis in sizes}
     for axis, size in sizes.items():
-        if (other := rules[axis].instead_of) in divides:
+        if (other := AXIS_RULES[axis].instead_of) in divides:
             names = divides[axis] + divides[other]
             if size % math.prod(mesh.shape[name] for name in names) == 0:
                 divides |= {axis: names, other: ()}
-    spec: list[str | tuple[str, ...] | None] = []
-    for axis, size in zip(axes, shape, strict=True):
-        names = divides.get(axis or "")
-        if axis is None or not names:
-            spec.append(None)
-            continue
+    spec: list[str | tuple[str, ...] | None] = [None] * len(axes)
+    for i, (axis, size) in enumerate(zip(axes, shape, strict=True)):
+        names = divides.get(axis, ())
         parts = math.prod(mesh.shape[name] for name in names)
-        if size % parts and not rules[axis].may_replicate:
+        if names and size % parts == 0:
+            spec[i] = names[0] if len(names) == 1 else names
+        elif names and not AXIS_RULES[axis or ""].may_replicate:
             possible = [n for n in range(1, size + 1) if size % n == 0 and n <= 256]
             raise ValueError(
                 f"axis {axis!r} of size {size} cannot be divided over {parts} devices of the mesh "
                 f"axis {' x '.join(map(repr, names))}. Set that axis to one of {possible}"
             )
-        entry = names[0] if len(names) == 1 else names
-        if entry in spec:
-            raise ValueError(
-                f"axes {tuple(axes)}: the mesh axis {names[0]!r} would divide both "
-                f"{axes[spec.index(entry)]!r} and {axis!r}. Change one of these rules "
-                "in AXIS_RULES"
-            )
-        spec.append(None if size % parts else entry)
     return PartitionSpec(*spec)
 
 
 def tree_shardings(axes: Any, shapes: Any, mesh: Mesh) -> Any:
-    """Return a NamedSharding for each array of a tree.
-
-    Args:
-        axes: the tree with a tuple of logical axis names for each array, as from
-            `transformer.param_axes`.
-    """
+    """Return the NamedSharding of each array of a tree; `axes` has its tuple of logical axes."""
     return jax.tree.map(
         lambda array, names: NamedSharding(mesh, partition_spec(names, array.shape, mesh)),
         shapes,
@@ -120,34 +100,25 @@ def tree_shardings(axes: Any, shapes: Any, mesh: Mesh) -> Any:
 
 
 def shardings_like(tree: Any, params: Any, param_shardings: Any, mesh: Mesh) -> Any:
-    """Return shardings of a tree that holds parameters, arrays that belong to them, and others.
+    """Return shardings of a train state: parameters, arrays that belong to them, and others.
 
     An array belongs to the parameter whose path is a suffix of its own path: copies, gradients,
     moments. With the parameter's shape it gets the parameter's sharding; with one axis less (the
     factors of Adafactor), the sharding of the remaining axes. All others are replicated.
-
-    Args:
-        tree: leaves with shapes, such as a train state.
     """
+    leaves = jax.tree_util.tree_leaves_with_path(params)
     of_params = {
         _names(path): (x.shape, (*where.spec, *[None] * (x.ndim - len(where.spec))))
-        for (path, x), where in zip(
-            jax.tree_util.tree_leaves_with_path(params),
-            jax.tree.leaves(param_shardings),
-            strict=True,
-        )
+        for (path, x), where in zip(leaves, jax.tree.leaves(param_shardings), strict=True)
     }
 
     def sharding(path: Any, x: Any) -> NamedSharding:
         names = _names(path)
-        shape, spec = next(
-            (of_params[names[i:]] for i in range(len(names)) if names[i:] in of_params), ((), ())
-        )
-        found = [spec] if x.shape == shape else []
-        for i in range(len(shape)):
-            if x.shape == shape[:i] + shape[i + 1 :]:
-                found.append(spec[:i] + spec[i + 1 :])
-        return NamedSharding(mesh, PartitionSpec(*found[0]) if found else PartitionSpec())
+        owners = (of_params[names[i:]] for i in range(len(names)) if names[i:] in of_params)
+        shape, spec = next(owners, ((), ()))
+        fits = [(shape, spec)]
+        fits += [(shape[:i] + shape[i + 1 :], spec[:i] + spec[i + 1 :]) for i in range(len(shape))]
+        return NamedSharding(mesh, PartitionSpec(*next((s for n, s in fits if n == x.shape), ())))
 
     return jax.tree_util.tree_map_with_path(sharding, tree)
 
@@ -165,31 +136,23 @@ def placed_shapes(tree: Any, shardings: Any) -> Any:
 
 
 def storable(tree: Any) -> Any:
-    """Return the tree for Orbax: with several processes, process-local arrays become numpy.
+    """Return the tree for Orbax, which refuses arrays of one process where there are several.
 
-    With several processes, Orbax refuses jax arrays of a single process.
-
-    Args:
-        tree: arrays, and other leaves, which stay unchanged.
+    Such arrays become numpy; other leaves stay unchanged.
     """
 
     def own(x: Any) -> Any:
-        is_own = isinstance(x, jax.Array) and x.is_fully_addressable
-        return np.asarray(x) if is_own else x
+        return np.asarray(x) if isinstance(x, jax.Array) and x.is_fully_addressable else x
 
     return tree if jax.process_count() == 1 else jax.tree.map(own, tree)
-
-
-# Copies between device sets.
 
 
 def hand_over(tree: Any, shardings: Any) -> Any:
     """Return a tree of arrays with other shardings, on any devices of this process.
 
-    Every device receives the pieces that it needs and joins them. An array is never whole on the
-    host, nor on a device that keeps only a part; `jax.device_put` would copy it through the host if
-    the shardings differ. Arrays that already have the sharding are not copied: do not donate the
-    source later.
+    Every device receives the pieces that it needs and joins them; `jax.device_put` would copy the
+    array through the host if the shardings differ. Arrays that already have the sharding are not
+    copied: do not donate the source later.
 
     Args:
         tree: arrays; this process must hold the parts that `shardings` place on its devices.
@@ -203,50 +166,41 @@ def hand_over(tree: Any, shardings: Any) -> Any:
     return jax.tree.map(_hand_over, tree, shardings)
 
 
-_Box = tuple[tuple[int, int], ...]  # start and end along each axis
-
-
 def _hand_over(array: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
     if array.sharding == sharding:
         return array
     shards = []
     for device, index in sharding.addressable_devices_indices_map(array.shape).items():
-        box = _box(index or (), array.shape)
-        pieces = _pieces(array, box, device)
+        start, end = _box(index or (), array.shape)
+        pieces: dict[tuple[int, ...], jax.Array] = {}  # by place in the new shard
+        for shard in sorted(array.addressable_shards, key=lambda s: s.device != device):
+            own_start, own_end = _box(shard.index, array.shape)
+            low, high = np.maximum(start, own_start), np.minimum(end, own_end)
+            offset = tuple((low - start).tolist())
+            if offset not in pieces and (low < high).all():
+                is_whole = (low == own_start).all() and (high == own_end).all()
+                part = (low - own_start).tolist(), (high - own_start).tolist()
+                pieces[offset] = shard.data if is_whole else jax.lax.slice(shard.data, *part)
+        shape = tuple((end - start).tolist())
+        if sum(piece.size for piece in pieces.values()) != math.prod(shape):
+            raise ValueError(
+                f"array of shape {list(array.shape)} with sharding {array.sharding}: this process "
+                "does not hold all parts that its searchers need. Use a sharding that gives each "
+                "process a whole copy (Division.publication_mesh)"
+            )
         moved = jax.device_put(list(pieces.values()), device)  # asynchronous: transfers overlap
-        offsets = tuple(tuple(a - c for (a, _), (c, _) in zip(x, box, strict=True)) for x in pieces)
-        shape = tuple(end - start for start, end in box)
-        shards.append(moved[0] if len(moved) == 1 else _join(moved, offsets, shape))
+        shards.append(moved[0] if len(moved) == 1 else _join(moved, tuple(pieces), shape))
     return jax.make_array_from_single_device_arrays(array.shape, sharding, shards)
 
 
-def _box(index: tuple[slice, ...], shape: Sequence[int]) -> _Box:
-    return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
-
-
-def _pieces(array: jax.Array, wanted: _Box, device: Any) -> dict[_Box, jax.Array]:
-    """Return the pieces of an array that fill a box; pieces on `device` come first."""
-    found: dict[_Box, jax.Array] = {}
-    for shard in sorted(array.addressable_shards, key=lambda s: s.device != device):
-        own = _box(shard.index, array.shape)
-        part = tuple((max(a, c), min(b, d)) for (a, b), (c, d) in zip(own, wanted, strict=True))
-        if part not in found and all(start < end for start, end in part):
-            starts = [a - c for (a, _), (c, _) in zip(part, own, strict=True)]
-            ends = [b - c for (_, b), (c, _) in zip(part, own, strict=True)]
-            found[part] = shard.data if part == own else jax.lax.slice(shard.data, starts, ends)
-    if sum(piece.size for piece in found.values()) != math.prod(b - a for a, b in wanted):
-        raise ValueError(
-            f"array of shape {list(array.shape)} with sharding {array.sharding}: this process does "
-            "not hold all parts that its searchers need. Use a sharding that gives each process a "
-            "whole copy (Division.publication_mesh)"
-        )
-    return found
+def _box(index: tuple[slice, ...], shape: Sequence[int]) -> np.ndarray:
+    """Return start and end of a part of an array along each axis, [2 axes]."""
+    ends = [s.indices(size)[:2] for s, size in zip(index, shape, strict=True)]
+    return np.array(ends, int).reshape(-1, 2).T
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _join(
-    pieces: list[jax.Array], offsets: tuple[tuple[int, ...], ...], shape: tuple[int, ...]
-) -> jax.Array:
+def _join(pieces: list[jax.Array], offsets: Any, shape: tuple[int, ...]) -> jax.Array:
     out = jnp.zeros(shape, pieces[0].dtype)
     for piece, offset in zip(pieces, offsets, strict=True):
         out = jax.lax.dynamic_update_slice(out, piece, offset)

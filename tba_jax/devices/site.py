@@ -25,12 +25,10 @@ Program = Callable[..., Any]
 
 
 class DeviceLock:
-    """Lock of sets of devices; threads get it in the order of their requests.
+    """Lock of sets of devices; threads with common devices get it in the order of their requests.
 
-    Threads with disjoint devices do not wait for one another. A thread holds the lock until the
-    results of its program are ready. Without this wait, programs on CPU could deadlock, because the
-    runtime may start programs in another order than the threads launched them. The first call of a
-    program also compiles it while holding the lock. The run's watchdog ends a wait that never ends.
+    A thread holds the lock until the results of its program are ready. Without this wait, programs
+    on CPU could deadlock, because the runtime may start them in another order than the threads.
     """
 
     def __init__(self) -> None:
@@ -38,10 +36,9 @@ class DeviceLock:
         self._queue: dict[threading.Event, frozenset[Any]] = {}  # by arrival; includes holders
 
     def locked(self, program: Program, devices: Iterable[Any]) -> Program:
-        """Return a function that launches a program on these devices while it holds the lock.
+        """Return a function that launches a program and holds the lock until its results are ready.
 
-        Its arguments and results are those of the program; the results are ready when it returns.
-        A program must not launch another locked program. An exception releases the lock.
+        A program must not launch another locked program.
         """
         needed = frozenset(devices)
 
@@ -64,13 +61,7 @@ class DeviceLock:
 
 
 def device_lock_for(meshes: Sequence[Mesh]) -> DeviceLock | None:
-    """Return a lock for threads that launch programs on these meshes; None if none is necessary.
-
-    A lock is necessary if two meshes of several devices have a device in common.
-
-    Args:
-        meshes: mesh of each thread that launches programs; equal meshes count separately.
-    """
+    """Return a lock if two of the meshes, one a thread, have several devices and share one."""
     several = [frozenset(mesh.devices.flat) for mesh in meshes if mesh.size > 1]
     meet = any(a & b for a, b in itertools.combinations(several, 2))
     return DeviceLock() if meet else None
@@ -82,8 +73,7 @@ class Site:
 
     Attributes:
         mesh: the devices. An empty mesh stands for the single device of a program's arguments.
-        lock: lock of threads that launch programs on the devices; None: the threads cannot block
-            one another.
+        lock: None: threads that launch programs on the devices cannot block one another.
         any_of: platform of the device if the mesh is empty.
     """
 
@@ -107,10 +97,7 @@ class Site:
         return self if self.is_divided else any_device(self.platform)
 
     def locked(self, program: Program) -> Program:
-        """Return a function that launches a program while it holds the device lock.
-
-        A program of one device waits for no other device and needs no lock.
-        """
+        """Return a function that launches a program while it holds the device lock, if any."""
         if self.lock is None or not self.is_divided:
             return program
         return self.lock.locked(program, self.mesh.devices.flat)
@@ -122,7 +109,6 @@ def any_device(platform: Platform = "any") -> Site:
 
 
 ANY_DEVICE = any_device()
-"""Any single device of any platform; its programs must run on all."""
 
 
 def reading_mesh(hidden_size: int, devices: Sequence[Any]) -> Mesh:

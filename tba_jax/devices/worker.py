@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Worker: a named thread with a stop flag, used for every thread of the project.
+"""Worker: a named thread that repeats one step until a stop flag is set.
 
-A Worker has the name of its role, calls a `step()` in a loop, shares one stop flag with the other
-workers, and re-raises the first exception in the thread that calls `check()` or `close()`. Threads
-are never killed.
+The workers of a run share the flag, which keeps the first exception of any of them. The thread that
+calls `check()` or `close()` re-raises that exception. Threads are never killed.
 """
 
 import faulthandler
@@ -36,11 +35,7 @@ class StopFlag:
         self._event.set()
 
     def check(self) -> None:
-        """Re-raise the first recorded failure.
-
-        Raises:
-            WorkerError: names the worker; its `__cause__` has the original traceback.
-        """
+        """Raise a WorkerError with the first recorded failure as its cause, if there is one."""
         if self._failure is not None:
             name, error = self._failure
             raise WorkerError(f"{name} failed: {type(error).__name__}: {error}") from error
@@ -51,9 +46,8 @@ class Worker:
 
     Args:
         name: the role, e.g. "searcher-0"; also the thread's name.
-        step: one unit of work. Returns True if it did something; False if there was nothing to do,
-            then the worker sleeps `idle_s` (or until stop). Blocking calls inside it need timeouts.
-        stop: the flag shared by the run.
+        step: one unit of work; returns False if there was nothing to do. Blocking calls inside it
+            need timeouts.
         idle_s: seconds to sleep after a step that had nothing to do.
 
     Attributes:
@@ -92,8 +86,7 @@ class Worker:
         """Set stop, wait for the thread, then re-raise the first failure of the run.
 
         Raises:
-            TimeoutError: the current step does not end within `timeout_s`; stacks of all threads
-                are written to standard error first.
+            TimeoutError: the current step does not end within `timeout_s`.
             WorkerError: this or another worker failed.
         """
         self._stop.set()

@@ -15,7 +15,7 @@ from tba_jax.config.advice import notes
 from tba_jax.config.command_line import versions
 from tba_jax.config.schema import Config, defaults, difference, flatten
 from tba_jax.devices.cluster import Cluster
-from tba_jax.devices.program_cache import open_cache
+from tba_jax.devices.platform import open_cache
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.report.jsonl import LogError, jsonable, stream_jsonl
 from tba_jax.report.process import ReportProcess

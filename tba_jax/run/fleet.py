@@ -119,7 +119,7 @@ class SearcherProcess:
         Raises:
             PeerError: the trainer refuses this process.
         """
-        from tba_jax.devices.program_cache import open_cache
+        from tba_jax.devices.platform import open_cache
         from tba_jax.run.search_process import search
         from tba_jax.run.shared import open_searchers
 

@@ -6,9 +6,8 @@ Invariant: `damage` names every listed file whose content changed (tests/storage
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent import futures
-from typing import Any
 
 import google_crc32c
 from etils import epath
@@ -25,8 +24,7 @@ def write(folder: epath.Path, run_id: str = "") -> None:
     files = dict(_files(folder))
     with futures.ThreadPoolExecutor(_READERS, "digest") as readers:
         found = dict(zip(files, readers.map(_digest, files.values()), strict=True))
-    listed = {"run": run_id, "files": found}
-    (folder / NAME).write_text(json.dumps(listed | {"crc32c": _own(listed)}, indent=1))
+    (folder / NAME).write_text(json.dumps({"run": run_id, "files": found}, indent=1))
 
 
 def run_of(folder: epath.Path) -> str | None:
@@ -49,14 +47,11 @@ def damage(folder: epath.Path, *, below: str = "", share: tuple[int, int] = (0, 
         A clause for each file that is missing, unreadable or changed; empty if there is none.
     """
     try:
-        listed = json.loads((folder / NAME).read_text())
-        files, own = listed["files"], _own(listed)
+        files = json.loads((folder / NAME).read_text())["files"]
+        # By descending size, the shares have similar total sizes.
+        names = sorted((x for x in files if x.startswith(below)), key=lambda x: (-files[x][0], x))
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
         return [f"{NAME}, which lists its files, is missing or unreadable ({type(error).__name__})"]
-    if own != listed.get("crc32c"):
-        return [f"{NAME} has the digest {own}, not {listed.get('crc32c')}"]
-    # By descending size, the shares have similar total sizes.
-    names = sorted((x for x in files if x.startswith(below)), key=lambda x: (-files[x][0], x))
 
     def compare(name: str) -> str:
         size, digest = files[name]
@@ -72,12 +67,6 @@ def damage(folder: epath.Path, *, below: str = "", share: tuple[int, int] = (0, 
         return list(filter(None, readers.map(compare, names[share[0] :: share[1]])))
 
 
-def _own(listed: Mapping[str, Any]) -> str:
-    """Return the digest of the content of digests.json."""
-    content = {"run": listed["run"], "files": listed["files"]}
-    return f"{google_crc32c.value(json.dumps(content, sort_keys=True).encode()):08x}"
-
-
 def _files(folder: epath.Path, prefix: str = "") -> Iterator[tuple[str, epath.Path]]:
     for path in sorted(folder.iterdir(), key=lambda path: path.name):
         if path.is_dir():
@@ -87,10 +76,7 @@ def _files(folder: epath.Path, prefix: str = "") -> Iterator[tuple[str, epath.Pa
 
 
 def _digest(file: epath.Path) -> tuple[int, str]:
-    """Return the size in bytes and the CRC-32C in hex.
-
-    The file is not memory-mapped, because an unreadable page would end the process.
-    """
+    """Return the size in bytes and the CRC-32C in hex; memory mapping could end the process."""
     size = value = 0
     with file.open("rb") as stream:
         while piece := stream.read(_PIECE):

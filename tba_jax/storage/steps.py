@@ -31,7 +31,6 @@ class _Manager(ocp.CheckpointManager):
     """Orbax's manager without JAX's preemption service, which `devices.cluster` turns off."""
 
     def reached_preemption(self, step: int) -> bool:
-        """Return False."""
         del step
         return False
 
@@ -145,11 +144,9 @@ class SavedSteps:
     ) -> None:
         """Wait for the previous save, copy the tree, then write it in the background.
 
-        The caller may change or donate the tree when this returns.
-
         Args:
-            write_files: writes small files into a folder; called in the first process, in the
-                background.
+            tree: may be changed or donated when this returns.
+            write_files: writes small files into a folder, in the first process's background.
 
         Raises:
             error: this save or the previous save failed.
@@ -166,14 +163,7 @@ class SavedSteps:
             self._manager.check_for_errors()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Block until the current save is complete.
-
-        Args:
-            timeout_s: longest wait; None: the timeout of saves.
-
-        Raises:
-            error: the save failed, or takes longer.
-        """
+        """Block until the current save is complete; raise `error` if it fails or takes longer."""
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
         with self._write_errors():
@@ -203,9 +193,6 @@ class SavedSteps:
 
         Args:
             abstract: the tree with jax.ShapeDtypeStruct or numpy arrays as leaves.
-
-        Raises:
-            error: the folder is missing or unreadable.
         """
         args = ocp.args.Composite(**{self._item: ocp.args.StandardRestore(abstract)})
         try:

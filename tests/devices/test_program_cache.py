@@ -8,7 +8,7 @@ import sys
 # Says the note, then whether a program that takes its time to compile was compiled or found.
 PROGRAM = """
 import jax
-from tba_jax.devices.program_cache import open_cache
+from tba_jax.devices.platform import open_cache
 
 print(open_cache())
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

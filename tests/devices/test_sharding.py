@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.decoding.shardings import cache_sharding, weight_shardings
-from tba_jax.devices.sharding import AXIS_RULES, Rule, partition_spec, tree_shardings
+from tba_jax.devices.sharding import partition_spec, tree_shardings
 from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.models import transformer
 
@@ -64,12 +64,6 @@ def test_heads_that_do_not_divide_are_refused():
 def test_whole_experts_are_divided_over_fsdp_where_their_number_permits(num, sizes, wanted):
     found = partition_spec(("layers", "experts", "embed"), (3, num, 16), mesh(**sizes))
     assert found == P(None, *wanted)
-
-
-def test_one_mesh_axis_never_divides_an_array_twice():
-    rules = {**AXIS_RULES, "embed": Rule("model", may_replicate=True)}
-    with pytest.raises(ValueError, match="axis 'model' would divide both 'vocab' and 'embed'"):
-        partition_spec(("vocab", "embed"), (64, 16), mesh(model=2), rules)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
