@@ -97,8 +97,7 @@ create() {
 }
 
 delete() {
-  local request
-  request=$(listed queued-resources state.state) || exit
+  local request && request=$(listed queued-resources state.state) || exit
   if [ -n "$request" ] || $dry_run; then tpus queued-resources delete "$NAME" --force || exit; fi
   say "there is no $NAME in $ZONE any more"
 }
@@ -132,7 +131,6 @@ before setup replaces its code" ;; esac
 status() { say "$NAME: $(slice_state)" && worker status; }
 logs() { worker logs 50; }
 stop() { worker stop 120; }
-
 # Whether the slice is gone. A job may end a minute before the state of its slice shows why.
 is_lost() {
   local state attempt
@@ -178,10 +176,9 @@ run() {
     case $now in *' not-set-up '* | ' ')
       (setup) || { $restart && is_lost && continue; } || exit ;;
     esac
-    case $now in
-      ' running ') say "the job is running already" ;;
-      *) worker stop 120 && worker start "$JOB" || outcome=75 ;; # all workers begin together
-    esac
+    if [ "$now" = ' running ' ]; then say "the job is running already"; else
+      worker stop 120 && worker start "$JOB" || outcome=75 # all workers begin together
+    fi
     [ $outcome != 0 ] || $dry_run || watch || outcome=$?
     case $outcome in
       0) say "the job is done on every worker" && return ;;

@@ -43,11 +43,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--workdir", help="work directory (default runs/FILE-PRESET-seedN); a run in it is resumed")
     add(
         "--coordinator",
+        default=os.environ.get("JAX_COORDINATOR_ADDRESS") or None,
         help="several processes: HOST:PORT of process 0 (or JAX_COORDINATOR_ADDRESS); auto: on a "
         "TPU pod",
     )
-    add("--num_processes", type=int, help="processes of the run (or JAX_NUM_PROCESSES)")
-    add("--process_id", type=int, help="index of this process, from 0 (or JAX_PROCESS_ID)")
+    number, index = map(os.environ.get, ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"))
+    text = "processes of the run (or JAX_NUM_PROCESSES)"
+    add("--num_processes", type=int, default=number or None, help=text)
+    text = "index of this process, from 0 (or JAX_PROCESS_ID)"
+    add("--process_id", type=int, default=index or None, help=text)
     add(
         "--dry_run",
         action="store_true",
@@ -60,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     validate(config)
     given = args.workdir or default_workdir(config)
     workdir = given if is_address(given) else local_folder(given)
-    job = resolve_address(args.coordinator, args.num_processes, args.process_id, os.environ)
+    job = resolve_address(args.coordinator, args.num_processes, args.process_id)
     from tba_jax.planning.choices import choose, lines
 
     try:

@@ -9,16 +9,10 @@ messages (room `remote`). `jax.distributed` ends a process whose peer is lost.
 import collections
 import contextlib
 import dataclasses
-import ipaddress
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-_ENVIRONMENT = {
-    "coordinator": "JAX_COORDINATOR_ADDRESS",
-    "num_processes": "JAX_NUM_PROCESSES",
-    "process_id": "JAX_PROCESS_ID",
-}
 AUTO = "auto"
 """Value of --coordinator with which the platform, a TPU pod, provides the address."""
 CONTINUE = (
@@ -42,42 +36,31 @@ class Address(NamedTuple):
 
 
 def resolve_address(
-    coordinator: str | None,
-    num_processes: int | None,
-    process_id: int | None,
-    environment: Mapping[str, str],
+    coordinator: str | None, num_processes: int | None, process_id: int | None
 ) -> Address:
-    """Return the address from flags, or from environment variables where a flag is missing.
+    """Return the address from the values of flags; a run without them has one process.
 
     Raises:
         ValueError: the address is incomplete or contradictory.
     """
-    flags = (coordinator, num_processes, process_id)
-    given: dict[str, Any] = dict(zip(_ENVIRONMENT, flags, strict=True))
-    for name, variable in _ENVIRONMENT.items():
-        text = environment.get(variable)
-        if given[name] is None and text:
-            if name != "coordinator" and not text.isdigit():
-                raise ValueError(f"{variable}={text!r}: must be a whole number. Correct it")
-            given[name] = text if name == "coordinator" else int(text)
-    missing = [f"--{x} (or {_ENVIRONMENT[x]})" for x, value in given.items() if value is None]
-    if given["num_processes"] == 1 or len(missing) == len(given):
+    if num_processes == 1 or (coordinator, num_processes, process_id) == (None, None, None):
         return Address()
-    if given["coordinator"] == AUTO:
+    if coordinator == AUTO:
         return Address("", 0, -1)
-    if missing:
+    if coordinator is None or num_processes is None or process_id is None:
         raise ValueError(
-            "a run over several processes needs --coordinator, --num_processes and --process_id; "
-            f"missing: {', '.join(missing)}. Give all three, or on a TPU pod --coordinator={AUTO}"
+            f"--coordinator={coordinator} --num_processes={num_processes} "
+            f"--process_id={process_id}: a run over several processes needs all three. Give them "
+            "as flags or as JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or on a "
+            f"TPU pod --coordinator={AUTO}"
         )
-    address = Address(**given)
-    if not 0 <= address.process_id < address.num_processes or ":" not in address.coordinator:
+    if not 0 <= process_id < num_processes or ":" not in coordinator:
         raise ValueError(
-            f"--coordinator={address.coordinator} --num_processes={address.num_processes} "
-            f"--process_id={address.process_id}: the coordinator must be HOST:PORT of process 0, "
-            "and process IDs count from 0. Give for example --coordinator=10.0.0.1:1234"
+            f"--coordinator={coordinator} --num_processes={num_processes} "
+            f"--process_id={process_id}: the coordinator must be HOST:PORT of process 0, and "
+            "process IDs count from 0. Give for example --coordinator=10.0.0.1:1234"
         )
-    return address
+    return Address(coordinator, num_processes, process_id)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +147,7 @@ def start(address: Address, *, heartbeat_s: int, shutdown_s: int) -> Cluster:
     jax.config.update("jax_enable_preemption_service", False)
     known = address.num_processes > 0
     # Processes of one machine use a loopback address, which other machines cannot reach.
-    is_local = is_loopback(address.coordinator.rpartition(":")[0])
+    is_local = address.coordinator.startswith(("127.", "localhost:", "[::1]:"))
     _num_exchanges.clear()
     try:
         jax.distributed.initialize(
@@ -188,14 +171,6 @@ def start(address: Address, *, heartbeat_s: int, shutdown_s: int) -> Cluster:
         ) from error
     number, members = jax.process_index(), tuple(range(jax.process_count()))
     return Cluster(number, members, number == 0, address.coordinator)
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether a host name or address reaches this machine only."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:  # a name
-        return host == "localhost"
 
 
 @contextlib.contextmanager

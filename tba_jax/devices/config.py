@@ -68,15 +68,11 @@ class FleetSettings(Section):
 
     def check(self) -> None:
         """Refuse resources that are not NAME=NUMBER."""
+        wanted = "must read NAME=NUMBER, several separated by commas"
         for name in ("trainer", "searcher"):
             text = getattr(self, name)
-            need(
-                parse_resources(text) is not None,
-                f"fleet.{name}",
-                text,
-                "must read NAME=NUMBER, several separated by commas",
-                f"Set --config.fleet.{name}=CPU=1, GPU=8 or TPU=4.",
-            )
+            hint = f"Set --config.fleet.{name}=CPU=1, GPU=8 or TPU=4."
+            need(parse_resources(text) is not None, f"fleet.{name}", text, wanted, hint)
 
 
 def parse_resources(text: str) -> dict[str, float] | None:

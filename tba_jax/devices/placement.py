@@ -35,9 +35,7 @@ PLACEMENTS: dict[PlacementName, str] = {
 """Value of config.placement -> description in the documentation of the setting."""
 
 MESH_AXES = ("data", "fsdp", "model")
-"""Axes of the trainer's mesh. data: copies of the parameters, rows divided; fsdp: rows and
-parameters divided, parameters gathered layer by layer; model: every matrix product divided. With
-mesh.expert, the axis `expert` comes before `model`: rows and experts divided."""
+"""Axes of the trainer's mesh (section `mesh`); `expert`, if requested, comes before `model`."""
 
 BATCH_AXES = ("data", "fsdp", "expert")
 """Mesh axes that divide the rows of a batch."""
@@ -76,11 +74,7 @@ class MeshShape(NamedTuple):
 
 
 def trainer_mesh(devices: Any, shape: MeshShape) -> "Mesh":
-    """Return the trainer's mesh; it has the axis `expert` only if it is requested.
-
-    Args:
-        devices: array or sequence of the devices, those of one process adjacent.
-    """
+    """Return the trainer's mesh over devices of which those of one process are adjacent."""
     from jax.sharding import Mesh
 
     sizes = {axis: getattr(shape, axis) for axis in (*BATCH_AXES, "model")}
@@ -133,11 +127,10 @@ class Division(NamedTuple):
 
     @property
     def publication_mesh(self) -> "Mesh":
-        """Mesh on which the publish program leaves the weights.
+        """Mesh on which the publish program leaves the weights, with a whole copy on each process.
 
-        The trainer's mesh, unless a copy of the parameters spans several processes. Then each
-        process gets a whole copy, divided over as many of its devices as the other axes permit,
-        because searchers cannot read arrays of other hosts.
+        Searchers cannot read arrays of other hosts. The copy of a process is divided over as many
+        of its devices as the other axes permit.
         """
         local = len(self.trainer) // len(hosts_of(self.trainer))
         sizes = dict[str, int]()
@@ -157,7 +150,6 @@ def divide(
     has a copy of the train state on every host. With fleet, `devices` are those of the trainer.
 
     Args:
-        placement: one of PLACEMENTS.
         devices: devices of all processes of the job, the same number on each.
         process_index: index of the process whose searchers get devices.
 
@@ -187,9 +179,8 @@ def divide(
     num_searchers = max(1, asked.num_searchers // len(searching))
     if asked.num_searchers > len(searching) and asked.num_searchers % len(searching):
         raise PlacementError(
-            f"config.num_searchers = {asked.num_searchers}: cannot be divided evenly over "
-            f"{len(searching)} searching hosts. Set --config.num_searchers to a multiple of "
-            f"{len(searching)}"
+            f"config.num_searchers = {asked.num_searchers}: is not divisible by the number of "
+            f"searching hosts. Set --config.num_searchers to a multiple of {len(searching)}"
         )
     searches, taken = process_index in searching, {d.id for d in trainer}
     host = process_index if searches else searching[0]
@@ -202,8 +193,7 @@ def divide(
         raise PlacementError(
             f"config.placement = {placement!r}: {num_searchers} searchers of {each} devices "
             f"(search.num_devices), and the trainer of {mesh} devices {left} {len(pool)} of "
-            f"{len(own)}. Lower num_searchers, search.num_devices or the trainer's mesh, or "
-            "set --config.placement=shared"
+            f"{len(own)}. Lower these numbers, or set --config.placement=shared"
         )
     of_searchers = tuple(groups[s % len(groups)] for s in range(num_searchers) if searches)
     first, total = searching.index(host) * num_searchers, num_searchers * len(searching)
@@ -212,14 +202,11 @@ def divide(
 
 def _misfit(options: Sequence[str], devices: Sequence[Any], mesh: MeshShape) -> PlacementError:
     """Return the error for a mesh that no placement suits, with sizes and placements that do."""
-
-    def fits(placement: str, size: int) -> bool:
-        return bool(trainer_on(placement, devices, size))
-
-    sizes = [n for n in range(1, len(devices) + 1) if any(fits(p, n) for p in options)]
-    others = {"shared", "split", "hosts"} - set(options)
+    counts = range(1, len(devices) + 1)
+    sizes = [n for n in counts if any(trainer_on(p, devices, n) for p in options)]
+    others = [p for p in ("hosts", "shared", "split") if trainer_on(p, devices, mesh.size)]
     remedies = [f"Set the product to one of {sizes}"] if sizes else []
-    remedies += [f"Set --config.placement={p}" for p in sorted(others) if fits(p, mesh.size)]
+    remedies += [f"Set --config.placement={p}" for p in others]
     kind = getattr(devices[0], "device_kind", "") or devices[0].platform
     hosts = len(hosts_of(devices))
     return PlacementError(
@@ -231,12 +218,7 @@ def _misfit(options: Sequence[str], devices: Sequence[Any], mesh: MeshShape) -> 
 
 
 def trainer_on(placement: str, devices: Sequence[Any], n: int) -> list[Any]:
-    """Return n devices for a trainer; [] if the placement or the chips do not permit them.
-
-    Args:
-        placement: one of PLACEMENTS, not auto.
-        devices: devices of all processes, sorted.
-    """
+    """Return n of the sorted devices for a trainer; [] if placement or chips do not permit them."""
     hosts = hosts_of(devices)
     if placement == "hosts":
         found = _on_whole_hosts(devices, n)
@@ -249,9 +231,6 @@ def trainer_on(placement: str, devices: Sequence[Any], n: int) -> list[Any]:
         return []
     own = ([d for d in devices if d.process_index == host] for host in hosts)
     return [d for host in own for d in host[: n // len(hosts)]]
-
-
-# Chips of several hosts.
 
 
 def hosts_of(devices: Sequence[Any]) -> list[int]:
@@ -269,10 +248,9 @@ def _is_large_v5e(devices: Sequence[Any]) -> bool:
 
 
 def _on_whole_hosts(devices: Sequence[Any], n: int) -> list[Any]:
-    """Return n devices that are all devices of some hosts; [] if that is impossible.
+    """Return all devices of the first hosts, or of the last large enough rectangle on large v5e.
 
-    The hosts are the first ones, because searchers with several chips may not use the first chip of
-    a slice. On a large v5e slice, the hosts are the last rectangle that is large enough.
+    The first hosts train, because searchers with several chips may not use a slice's first chip.
     """
     hosts = hosts_of(devices)
     per_host = len(devices) // len(hosts)
@@ -283,14 +261,11 @@ def _on_whole_hosts(devices: Sequence[Any], n: int) -> list[Any]:
     corners = {h: min(d.coords[:2] for d in devices if d.process_index == h) for h in hosts}
     columns, rows = (sorted(set(along)) for along in zip(*corners.values(), strict=True))
     for height in range(len(rows), 0, -1):
-        width, rest = divmod(n // per_host, height)
-        if rest or width > len(columns):
-            continue
-        chosen = {
-            h for h, (x, y) in corners.items() if x in columns[-width:] and y in rows[-height:]
-        }
-        if chosen and hosts[0] not in chosen:
-            return [d for d in devices if d.process_index in chosen]
+        width = n // per_host // height
+        last = {(x, y) for x in columns[-width:] for y in rows[-height:]}
+        chosen = [d for d in devices if corners[d.process_index] in last]
+        if len(chosen) == n and devices[0] not in chosen:
+            return chosen
     return []
 
 

@@ -28,9 +28,8 @@ _WIDE = 512  # hidden size from which Eigen is faster than YNNPACK on CPU (docs/
 def prepare_process() -> None:
     """Set JAX's environment for a command; call before a device is used.
 
-    Variables that are set already stay unchanged. The others limit the GPU memory that JAX
-    preallocates, and silence XLA and libtpu. If libtpu is installed for plans and no accelerator is
-    attached, JAX would load libtpu, which would print that it finds no TPU.
+    Variables that are set already stay unchanged. Where libtpu is installed for plans and no
+    accelerator is attached, JAX would load libtpu, which would print that it finds no TPU.
     """
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", str(GPU_MEMORY_SHARE))
@@ -103,8 +102,7 @@ def platform_of(device: Any) -> Platform:
 def step_options(device: Any, hidden_size: int) -> dict[str, str]:
     """Return XLA's compiler options for the train step of a model on a kind of device.
 
-    They belong to the compiled program, so that a plan for absent devices compiles the same program
-    as a run there. Wide models on CPU go without YNNPACK, which XLA uses for products of any size.
+    Wide models on CPU go without YNNPACK, which XLA uses for products of any size.
     """
     if platform_of(device) != "cpu" or hidden_size < _WIDE:
         return {}

@@ -1,10 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Shardings of arrays on the meshes of trainer and searchers.
 
-One table maps the logical axes of a model to mesh axes; rows of a batch are divided over
-`BATCH_AXES`. Invariants: no mesh axis divides two axes of one array. Weights are copied between
-device sets shard by shard: not through the host, and no device that stores a shard receives the
-whole array.
+Invariant: weights are copied between device sets shard by shard: not through the host, and no
+device that stores a shard receives the whole array.
 """
 
 import functools
@@ -21,19 +19,11 @@ from tba_jax.devices.placement import BATCH_AXES
 
 
 class Rule(NamedTuple):
-    """Mesh axis of one logical axis.
-
-    Attributes:
-        mesh_axis: mesh axis that divides it, if the mesh has that axis.
-        may_replicate: replicate the axis if the mesh axis does not divide its size; otherwise the
-            mesh is refused.
-        instead_of: logical axis of the same array whose mesh axes divide this axis too, and not
-            that one, if they divide its size.
-    """
+    """Mesh axis that divides a logical axis, if the mesh has it."""
 
     mesh_axis: str
-    may_replicate: bool
-    instead_of: str = ""
+    may_replicate: bool  # if the mesh does not divide the size; otherwise it is refused
+    instead_of: str = ""  # axis whose mesh axes divide this axis too, and not that one, if possible
 
 
 AXIS_RULES: Mapping[str, Rule] = {
@@ -136,10 +126,7 @@ def placed_shapes(tree: Any, shardings: Any) -> Any:
 
 
 def storable(tree: Any) -> Any:
-    """Return the tree for Orbax, which refuses arrays of one process where there are several.
-
-    Such arrays become numpy; other leaves stay unchanged.
-    """
+    """Return the tree for Orbax: with several processes, arrays of this process become numpy."""
 
     def own(x: Any) -> Any:
         return np.asarray(x) if isinstance(x, jax.Array) and x.is_fully_addressable else x

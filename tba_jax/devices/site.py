@@ -121,8 +121,8 @@ class Sites(NamedTuple):
     """Meshes and device locks of the parts of a run, as one process sees them.
 
     Attributes:
-        trainer: site of the trainer; its mesh has the axes MESH_AXES. On a host without trainer
-            devices, the site of the first searcher of the host, which reads weights from storage.
+        trainer: the trainer's mesh has the axes MESH_AXES. On a host without trainer devices, this
+            is the site of the first searcher of the host, which reads weights from storage.
         publication: site whose mesh has the weights after the publish program.
         searchers: site of each searcher of this process; equal for searchers that share devices.
         first_searcher: ID of the first searcher of this process.

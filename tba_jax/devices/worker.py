@@ -22,11 +22,7 @@ class StopFlag:
     def __init__(self) -> None:
         self._event, self._lock = threading.Event(), threading.Lock()
         self._failure: tuple[str, BaseException] | None = None
-        self.set, self.is_set = self._event.set, self._event.is_set
-
-    def wait(self, timeout_s: float) -> bool:
-        """Sleep up to `timeout_s` seconds; return True at once when a stop is requested."""
-        return self._event.wait(timeout_s)
+        self.set, self.is_set, self.wait = self._event.set, self._event.is_set, self._event.wait
 
     def fail(self, name: str, error: BaseException) -> None:
         """Record the first failure and stop all workers."""

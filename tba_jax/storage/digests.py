@@ -8,6 +8,7 @@ Invariant: `damage` names every listed file whose content changed (tests/storage
 import json
 from collections.abc import Iterator
 from concurrent import futures
+from typing import Any
 
 import google_crc32c
 from etils import epath
@@ -24,7 +25,8 @@ def write(folder: epath.Path, run_id: str = "") -> None:
     files = dict(_files(folder))
     with futures.ThreadPoolExecutor(_READERS, "digest") as readers:
         found = dict(zip(files, readers.map(_digest, files.values()), strict=True))
-    (folder / NAME).write_text(json.dumps({"run": run_id, "files": found}, indent=1))
+    listed = {"run": run_id, "files": found}
+    (folder / NAME).write_text(json.dumps(listed | {"crc32c": _own(listed)}, indent=1))
 
 
 def run_of(folder: epath.Path) -> str | None:
@@ -36,18 +38,17 @@ def run_of(folder: epath.Path) -> str | None:
 
 
 def damage(folder: epath.Path, *, below: str = "", share: tuple[int, int] = (0, 1)) -> list[str]:
-    """Compare the files of a folder with its digests.json.
+    """Return a clause for each file of digests.json that is missing, unreadable or changed.
 
     Args:
-        folder: a folder that `write` was called with.
         below: prefix of the relative paths of the files that are compared.
         share: (i, n): only the i-th of n shares of the files is compared.
-
-    Returns:
-        A clause for each file that is missing, unreadable or changed; empty if there is none.
     """
     try:
-        files = json.loads((folder / NAME).read_text())["files"]
+        listed = json.loads((folder / NAME).read_text())
+        if (own := _own(listed)) != listed["crc32c"]:
+            return [f"{NAME} has the digest {own}, not {listed['crc32c']}"]
+        files = listed["files"]
         # By descending size, the shares have similar total sizes.
         names = sorted((x for x in files if x.startswith(below)), key=lambda x: (-files[x][0], x))
     except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
@@ -65,6 +66,12 @@ def damage(folder: epath.Path, *, below: str = "", share: tuple[int, int] = (0, 
 
     with futures.ThreadPoolExecutor(_READERS, "digest") as readers:
         return list(filter(None, readers.map(compare, names[share[0] :: share[1]])))
+
+
+def _own(listed: Any) -> str:
+    """Return the digest of the content of digests.json."""
+    content = json.dumps({"run": listed["run"], "files": listed["files"]}, sort_keys=True)
+    return f"{google_crc32c.value(content.encode()):08x}"
 
 
 def _files(folder: epath.Path, prefix: str = "") -> Iterator[tuple[str, epath.Path]]:

@@ -20,8 +20,7 @@ from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 from tba_jax.storage import digests
 from tba_jax.storage.whole_files import is_address
 
-NUM_KEPT = 2
-"""Number of newest folders that stay in storage."""
+NUM_KEPT = 2  # newest folders that stay in storage
 TIMEOUT_S = 600
 """Time in seconds after which an incomplete save counts as failed."""
 _UNFINISHED = ".orbax-checkpoint-tmp"
@@ -54,10 +53,8 @@ class SavedSteps:
         folder: for example WORKDIR/checkpoints; created if it is missing, unless `read_only`.
         item: name of the tree of arrays in a folder.
         error: class of the exceptions.
-        run_id: ID of the run; only its folders are deleted.
         members: numbers in `jax.distributed` of the processes that save and restore together; the
             first writes shared files. None: this process alone.
-        timeout_s: seconds after which an incomplete save counts as failed.
         wanted: returns steps that stay in addition to the newest ones.
         before_commit: called in the first process before a folder becomes complete.
     """
@@ -129,7 +126,7 @@ class SavedSteps:
         return self.folder / str(step)
 
     def newest(self) -> int | None:
-        """Return the newest step; None if there is none."""
+        """Return the newest step, if any."""
         return max(self._manager.all_steps(), default=None)
 
     def damage(self, step: int, *, below: str = "", share: tuple[int, int] = (0, 1)) -> list[str]:

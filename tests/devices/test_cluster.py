@@ -15,33 +15,24 @@ from tba_jax.devices.cluster import (
 )
 
 
-def test_address_comes_from_flags_then_from_the_environment():
-    environment = {
-        "JAX_COORDINATOR_ADDRESS": "a:1",
-        "JAX_NUM_PROCESSES": "4",
-        "JAX_PROCESS_ID": "3",
-    }
-    assert resolve_address(None, None, None, environment) == Address("a:1", 4, 3)
-    assert resolve_address("b:2", 2, 0, environment) == Address("b:2", 2, 0)
-    assert resolve_address(None, None, None, {}) == Address()
-    platform = Address("", 0, -1)  # a TPU pod knows by itself
-    assert resolve_address("auto", None, None, {}) == platform
-    assert resolve_address(None, 1, None, {}) == Address()
+def test_address_comes_from_flags():
+    assert resolve_address("b:2", 2, 0) == Address("b:2", 2, 0)
+    assert resolve_address(None, None, None) == resolve_address(None, 1, None) == Address()
+    assert resolve_address("auto", None, None) == Address("", 0, -1)  # a TPU pod knows by itself
 
 
 @pytest.mark.parametrize(
-    ("flags", "environment", "message"),
+    ("flags", "message"),
     [
-        (("a:1", 2, None), {}, r"missing: --process_id \(or JAX_PROCESS_ID\)"),
-        ((None, 2, 0), {}, "missing: --coordinator"),
-        (("a:1", 2, 2), {}, "count from 0"),
-        (("a", 2, 0), {}, "must be HOST:PORT"),
-        (("a:1", 2, None), {"JAX_PROCESS_ID": "x"}, "must be a whole number"),
+        (("a:1", 2, None), "--process_id=None: .* needs all three"),
+        ((None, 2, 0), "--coordinator=None .* needs all three"),
+        (("a:1", 2, 2), "count from 0"),
+        (("a", 2, 0), "must be HOST:PORT"),
     ],
 )
-def test_a_part_of_an_address_is_refused(flags, environment, message):
+def test_a_part_of_an_address_is_refused(flags, message):
     with pytest.raises(ValueError, match=message):
-        resolve_address(*flags, environment)
+        resolve_address(*flags)
 
 
 def test_only_the_failure_of_a_collective_is_a_lost_peer():
