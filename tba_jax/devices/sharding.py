@@ -58,7 +58,7 @@ def partition_spec(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh)
     Raises:
         ValueError: a mesh axis does not divide a size.
     """
-    sizes = {axis: n for axis, n in zip(axes, shape, strict=True) if axis in AXIS_RULES}
+    sizes = {axis: n for axis, n in zip(axes, shape, strict=True) if axis and axis in AXIS_RULES}
     divides = {axis: tuple({AXIS_RULES[axis].mesh_axis} & {*mesh.shape}) for axis in sizes}
     for axis, size in sizes.items():
         if (other := AXIS_RULES[axis].instead_of) in divides:
@@ -67,7 +67,7 @@ def partition_spec(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh)
                 divides |= {axis: names, other: ()}
     spec: list[str | tuple[str, ...] | None] = [None] * len(axes)
     for i, (axis, size) in enumerate(zip(axes, shape, strict=True)):
-        names = divides.get(axis, ())
+        names = divides.get(axis or "", ())
         parts = math.prod(mesh.shape[name] for name in names)
         if names and size % parts == 0:
             spec[i] = names[0] if len(names) == 1 else names
