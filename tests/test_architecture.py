@@ -233,5 +233,6 @@ def test_rooms_stay_within_their_limit(room):
 
 
 def test_launch_scripts_stay_within_their_limit():
-    files = {path.name: path.read_text().count("\n") for path in (ROOT / "launch").iterdir()}
+    paths = [*(ROOT / "launch").glob("*.sh"), *(ROOT / "launch").glob("*.yaml")]
+    files = {path.name: path.read_text().count("\n") for path in paths}
     assert sum(files.values()) <= 367 and max(files[x] for x in files if x != "tpu.sh") <= 60
