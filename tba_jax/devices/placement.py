@@ -193,7 +193,7 @@ def divide(
         raise PlacementError(
             f"config.placement = {placement!r}: {num_searchers} searchers of {each} devices "
             f"(search.num_devices), and the trainer of {mesh} devices {left} {len(pool)} of "
-            f"{len(own)}. Lower these numbers, or set --config.placement=shared"
+            f"{len(own)}. Lower num_searchers, search.num_devices or mesh, or set placement=shared"
         )
     of_searchers = tuple(groups[s % len(groups)] for s in range(num_searchers) if searches)
     first, total = searching.index(host) * num_searchers, num_searchers * len(searching)
