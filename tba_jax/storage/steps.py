@@ -229,6 +229,6 @@ def _children(folder: epath.Path) -> list[epath.Path]:
 
 
 def _brief(error: BaseException) -> str:
-    """Return the type and the first line of an error, without TensorStore's long description."""
-    line = (str(error).strip().splitlines() or ["(no message)"])[0]
-    return f"{type(error).__name__}: {line.split(' [tensorstore_spec=')[0][:400]}"
+    """Return type and first line of an error, shortened in the middle: causes come last."""
+    line = (str(error).splitlines() or ["(no message)"])[0].split(" [tensorstore_spec=")[0]
+    return f"{type(error).__name__}: {line[:150]}{' ... ' * (len(line) > 390)}{line[150:][-240:]}"

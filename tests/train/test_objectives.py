@@ -18,7 +18,7 @@ GROUPS = of_sums(jnp.zeros((2, 3)), jnp.zeros((2, 3)), jnp.ones((2, 3)))
 
 
 def test_a_setting_of_another_type_or_objective_is_refused():
-    with pytest.raises(ConfigError, match="clip_low = 'a': must be positive. The default is 0.2"):
+    with pytest.raises(ConfigError, match="clip_low = 'a': must be a number. The default is 0.2"):
         make_objective("dapo", {"clip_low": "a"})
     with pytest.raises(ConfigError, match="inner = 4: .*no such setting; it has clip_low"):
         make_objective("dapo", {"inner": 4})
