@@ -11,6 +11,7 @@ import dataclasses
 import functools
 import itertools
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -24,14 +25,20 @@ from tba_jax.devices.platform import Platform, platform_of
 Program = Callable[..., Any]
 
 
+class DeviceLockError(RuntimeError):
+    """A thread waited too long for the device lock."""
+
+
 class DeviceLock:
     """Lock of sets of devices; threads with common devices get it in the order of their requests.
 
     A thread holds the lock until the results of its program are ready. Without this wait, programs
     on CPU could deadlock, because the runtime may start them in another order than the threads.
+    `timeout_s` limits the wait for each earlier program; `wait_s` sums the waits of all threads.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s, self.wait_s = timeout_s, 0.0
         self._lock = threading.Lock()
         self._queue: dict[threading.Event, frozenset[Any]] = {}  # by arrival; includes holders
 
@@ -39,6 +46,9 @@ class DeviceLock:
         """Return a function that launches a program and holds the lock until its results are ready.
 
         A program must not launch another locked program.
+
+        Raises:
+            DeviceLockError: an earlier program did not end in time.
         """
         needed = frozenset(devices)
 
@@ -49,8 +59,16 @@ class DeviceLock:
                 earlier = [event for event, held in self._queue.items() if held & needed]
                 self._queue[ended] = needed
             try:
+                start = time.monotonic()
                 for event in earlier:
-                    event.wait()
+                    if not event.wait(self._timeout_s):
+                        raise DeviceLockError(
+                            f"a thread waited {self._timeout_s:.0f} s for its turn on the devices "
+                            f"{sorted(d.id for d in needed)}: the program before it hangs or still "
+                            "compiles. Run the same command again; if compilation takes that "
+                            "long, with a larger --config.log.watchdog_s"
+                        )
+                self.wait_s += time.monotonic() - start
                 return jax.block_until_ready(program(*args, **kwargs))
             finally:
                 with self._lock:
@@ -60,11 +78,11 @@ class DeviceLock:
         return launch
 
 
-def device_lock_for(meshes: Sequence[Mesh]) -> DeviceLock | None:
+def device_lock_for(meshes: Sequence[Mesh], timeout_s: float) -> DeviceLock | None:
     """Return a lock if two of the meshes, one a thread, have several devices and share one."""
     several = [frozenset(mesh.devices.flat) for mesh in meshes if mesh.size > 1]
     meet = any(a & b for a, b in itertools.combinations(several, 2))
-    return DeviceLock() if meet else None
+    return DeviceLock(timeout_s) if meet else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -127,7 +145,6 @@ class Sites(NamedTuple):
         searchers: site of each searcher of this process; equal for searchers that share devices.
         first_searcher: ID of the first searcher of this process.
         num_searchers: number of searchers of the run.
-        trains: this process has devices of the trainer.
     """
 
     trainer: Site
@@ -135,7 +152,6 @@ class Sites(NamedTuple):
     searchers: tuple[Site, ...]
     first_searcher: int = 0
     num_searchers: int = 1
-    trains: bool = True
 
     def reading(self, hidden_size: int) -> Site:
         """Return a site for loading a model, with devices of this process only."""

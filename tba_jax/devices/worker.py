@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Worker: a named thread that repeats one step until a stop flag is set.
 
-The workers of a run share the flag, which keeps the first exception of any of them. The thread that
-calls `check()` or `close()` re-raises that exception. Threads are never killed.
+The workers of a run share the flag, which keeps the first exception of any of them; `check`
+raises this exception. Threads are never killed.
 """
 
-import faulthandler
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -77,20 +75,3 @@ class Worker:
         """Wait at most `timeout_s` for the thread, if it was started; raise nothing."""
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
-
-    def close(self, timeout_s: float = 60.0) -> None:
-        """Set stop, wait for the thread, then re-raise the first failure of the run.
-
-        Raises:
-            TimeoutError: the current step does not end within `timeout_s`.
-            WorkerError: this or another worker failed.
-        """
-        self._stop.set()
-        self.join(timeout_s)
-        if self.is_alive():
-            faulthandler.dump_traceback(file=sys.stderr)
-            raise TimeoutError(
-                f"worker {self.name} did not stop within {timeout_s:.0f} s; the stacks of all "
-                "threads are on standard error"
-            )
-        self._stop.check()

@@ -427,6 +427,8 @@ class OwnerLoop(Loop):
             extra["search/slot_use"] = counts.tokens / counts.slot_steps
         if counts.prompt_tokens and run.config.task.environment:
             extra["search/kept_prefix"] = counts.kept_tokens / counts.prompt_tokens
+        if (lock := run.shared.sites.trainer.lock) is not None:
+            extra["sync/turn_wait_s"] = lock.wait_s
         return extra
 
     def _record(self) -> None:

@@ -195,7 +195,8 @@ def open_sites(config: Config, placement: Division) -> Sites:
         publication = trainer
     lock = None
     if config.driver == "async":
-        lock = device_lock_for(launchers)
+        # Half of the watchdog's limit, so that this clearer error comes first.
+        lock = device_lock_for(launchers, config.log.watchdog_s / 2)
     return Sites(
         Site(trainer, lock),
         Site(publication, lock),

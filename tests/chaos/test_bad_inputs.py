@@ -40,7 +40,7 @@ def cast_weights_to_int32(folder):
 
 def replace_data_by_a_pipe(folder):
     (folder / "rows.jsonl").unlink()
-    os.mkfifo(folder / "rows.jsonl")  # nobody writes to it
+    os.mkfifo(folder / "rows.jsonl")  # no process writes to it
 
 
 def command(module, *arguments, folder, cache, before=(), **options):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Whatever is in a file that is read, its reader returns, or raises what is told in one line.
+"""Whatever is in a file that is read, its reader returns, or raises an error of one line.
 
 FUZZ_EXAMPLES=1000 tries more contents.
 """

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from tba_jax.devices.site import DeviceLock, Site, device_lock_for
+from tba_jax.devices.site import DeviceLock, DeviceLockError, Site, device_lock_for
 from tba_jax.devices.worker import StopFlag, Worker
 
 
@@ -31,12 +31,12 @@ def mesh_of(*ids):
     ],
 )
 def test_a_lock_exists_where_programs_of_several_devices_can_meet(meshes, wants_lock):
-    lock = device_lock_for([mesh_of(*ids) for ids in meshes])
+    lock = device_lock_for([mesh_of(*ids) for ids in meshes], 30.0)
     assert (lock is not None) == wants_lock
 
 
 def test_two_threads_launch_collectives_on_the_same_devices_in_both_orders():
-    lock = DeviceLock()
+    lock = DeviceLock(30.0)
     running, overlaps = [], []
 
     def summing(ids):
@@ -72,15 +72,17 @@ def test_two_threads_launch_collectives_on_the_same_devices_in_both_orders():
     end = time.monotonic() + 30
     while min(map(len, results)) < 25 and time.monotonic() < end and not stop.is_set():
         time.sleep(0.005)
+    stop.set()
     for worker in workers:
-        worker.close(30.0)
+        worker.join(30.0)
+    stop.check()
     # In the order they came: nobody is left behind by a thread that comes again at once.
     assert min(map(len, results)) >= 25 and {x for row in results for x in row} == {28.0}
     assert max(overlaps) == 1
 
 
 def test_threads_on_other_devices_do_not_wait_and_an_early_request_is_not_overtaken():
-    lock, order = DeviceLock(), []
+    lock, order = DeviceLock(30.0), []
     may_end = threading.Event()
 
     def launch(name, *ids, holds=False):
@@ -100,4 +102,17 @@ def test_threads_on_other_devices_do_not_wait_and_an_early_request_is_not_overta
     may_end.set()
     for thread in threads:
         thread.join(10.0)
-    assert order == ["small", "apart", "all", "late"]
+    assert order == ["small", "apart", "all", "late"] and lock.wait_s > 0
+
+
+def test_a_program_that_hangs_ends_the_wait_of_the_next_one():
+    lock, hangs = DeviceLock(0.1), threading.Event()
+    first = Site(mesh_of(0, 1), lock).locked(lambda: hangs.wait(30.0))
+    thread = threading.Thread(target=first, daemon=True)
+    thread.start()
+    next_one = Site(mesh_of(1, 2), lock).locked(lambda: 5)
+    with pytest.raises(DeviceLockError, match=r"devices \[1, 2\]: the program before it hangs"):
+        next_one()
+    hangs.set()
+    thread.join(10.0)
+    assert next_one() == 5  # the failed request left the queue

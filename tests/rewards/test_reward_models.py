@@ -119,7 +119,7 @@ def test_a_model_divided_over_devices_scores_alike_and_no_device_has_it_whole(fo
         def locked(self, program, devices):
             return lambda *args: launched.append(list(devices)) or program(*args)
 
-    site = Site(pair, Turns())
+    site = Site(pair, Turns(30.0))
     for there in (load(folder, site=site), model.on(site)):
         launched.clear()
         # Sums over two devices: float32 rounding in another order.
