@@ -91,16 +91,24 @@ class Client:
         self._last_s, self._next_attempt_s = self._clock(), -math.inf
 
     def take(self, searcher: int, free: int, version: int) -> list[Ticket] | list[EvaluationTicket]:
-        """Return an evaluation shard or tickets; [] also if the last request was a moment ago."""
+        """Return an evaluation shard or tickets; [] also if the last request was a moment ago.
+
+        While the owner does not respond, other threads repeat the request, and decoding continues.
+        """
         mail = self._mail[searcher]
-        with mail.lock:
+        if not mail.lock.acquire(blocking=False):
+            return []
+        try:
             wait_s = mail.retry_s if free else HEARTBEAT_PERIOD_S
-            if not mail.work and self._clock() >= mail.sent_s + wait_s:
+            is_due = self._clock() >= mail.sent_s + wait_s
+            if is_due and not mail.work and not mail.unanswered:
                 self._send(searcher, mail, free, version)
             is_shard = bool(mail.work) and isinstance(mail.work[0], EvaluationTicket)
             taken = list(mail.work[: 1 if is_shard else free])
             mail.work = mail.work[len(taken) :]
             return taken
+        finally:
+            mail.lock.release()
 
     def put(self, searcher: int, results: Sequence[Result | EvaluationResult]) -> None:
         """Send results, and keep them until the owner has acknowledged them."""

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clients and owner merge each ticket once in random interleavings of losses."""
 
+import threading
+
 import numpy as np
 import pytest
 from fake_groups import make_prompt
@@ -120,6 +122,22 @@ def test_an_owner_that_is_slow_for_40_s_is_one_clear_line():
     process.work("arrives", 1)
     (line,) = house.lines[lines:]
     assert line.startswith("searcher 0 had no response from the trainer for 41 s; its finished")
+
+
+def test_decoding_continues_while_a_request_hangs():
+    house = House(1)
+    process, answers = Process(house, 0), threading.Event()
+    send = process.wire.call
+    process.wire.call = lambda method, data: answers.wait(30.0) and send(method, data)
+    house.now += 3.0
+    beat = threading.Thread(target=process.client.beat, args=(0, Heartbeat()), daemon=True)
+    beat.start()
+    assert process.client.take(0, 3, 0) == []  # at once
+    assert beat.is_alive()
+    answers.set()
+    beat.join(10.0)
+    house.now += 1.0
+    assert [ticket.number for ticket in process.client.take(0, 3, 0)] == [0, 1, 2]
 
 
 def test_searchers_of_an_owner_that_failed_wait_and_of_one_that_ended_end():
