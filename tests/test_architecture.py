@@ -220,7 +220,7 @@ LIMITS = {
     "commands": 1743,
     "config": 1062,
     "presets": 475,
-    "planning": 2216,
+    "planning": 2300,
     "tasks": 1312,
 }
 

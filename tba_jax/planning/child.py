@@ -30,6 +30,7 @@ from tba_jax.models.transformer import TransformerConfig, num_params
 from tba_jax.planning import chips, choices, layouts, sizes
 from tba_jax.planning.chips import Chip
 from tba_jax.planning.programs import Planned, groups_of, plan_programs
+from tba_jax.planning.shapes import judge_bytes
 from tba_jax.planning.verdict import Facts, Program
 from tba_jax.run import model_parts
 from tba_jax.run.peers import divide_cpu
@@ -47,6 +48,7 @@ class Request(NamedTuple):
     Attributes:
         topology: name of the slice; "" for the attached devices.
         model: contents of the model's config.json.
+        judges: role -> contents of config.json of another model.
         cache: folder of the compilation cache, or "".
         fixed: settings that keep their values.
         config: config to describe, or the described config of a program.
@@ -56,6 +58,7 @@ class Request(NamedTuple):
 
     topology: str
     model: Mapping[str, Any]
+    judges: Mapping[str, Mapping[str, Any]]
     cache: str
     fixed: Collection[str]
     config: Config
@@ -156,14 +159,20 @@ def _describe(
 ) -> Facts:
     """Return placement, resident memory and programs of a run."""
     given = flatten(config)
+
+    def of_judges(group_size: int) -> float:
+        return sum(judge_bytes(config, request.judges, group_size)["searcher"].values())
+
     if request.chooses and config.placement != "hosts":
         if ROWS not in request.fixed:
             config = replace(config, {ROWS: 0})
-        config, found = layouts.choose(config, model_config, devices, chip.usable_bytes)
+        most = chip.usable_bytes
+        config, found = layouts.choose(config, model_config, devices, most, of_judges)
     else:
         config = choices.on_devices(config, model_config, devices, chip.usable_bytes)
         found = layouts.place(config, devices)
     trainer, searcher = groups_of(config, model_config, found)
+    judges = judge_bytes(config, request.judges, searcher.devices)
     return Facts(
         config=config,
         changed_fields={name: x for name, x in flatten(config).items() if given[name] != x},
@@ -173,8 +182,10 @@ def _describe(
         layout=found.placement,
         shares_devices=found.shares_devices,
         num_params=num_params(model_config),
-        trainer=trainer,
-        searcher=searcher._replace(count=found.num_searchers),
+        trainer=trainer._replace(residents={**trainer.residents, **judges["trainer"]}),
+        searcher=searcher._replace(
+            count=found.num_searchers, residents={**searcher.residents, **judges["searcher"]}
+        ),
         lower=lowered(config, found.trainer_mesh, request.fixed),
         programs=[p.program for p in plan_programs(config, model_config, found)],
     )

@@ -97,7 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.config:
         raise ConfigError("no --config given; try --config=math")
     config = _config_of(args.config, overrides)
-    from tba_jax.planning.shapes import config_of
+    from tba_jax.planning.shapes import config_of, judge_paths
     from tba_jax.run.model_parts import model_path
 
     chooses = bool(args.topology) and not args.keep_placement
@@ -109,6 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     request = Request(
         topology=args.topology,
         model=config_of(model_path(config)),
+        judges={role: config_of(path) for role, path in judge_paths(config).items()},
         cache=args.write_cache,
         fixed=[name for name, is_kept in keeps.items() if is_kept],
         config=config,

@@ -2,6 +2,7 @@
 """Memory of a run on its devices, estimated from shapes to choose a placement without compiling."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -93,13 +94,20 @@ def step_bytes(
     return scores + kept + inner + table + of_params
 
 
-def searcher_bytes(config: Config, model_config: TransformerConfig, device: Any) -> float:
-    """Return the memory of each device of a searcher, without reward models.
+def searcher_bytes(
+    config: Config,
+    model_config: TransformerConfig,
+    device: Any,
+    judge_bytes: Callable[[int], float] = lambda group_size: 0.0,
+) -> float:
+    """Return the memory of each device of a searcher.
 
-    The memory has two versions of the weights, the base of adapters, and the KV cache.
+    The memory has two versions of the weights, the base of adapters, the KV cache, and reward
+    models.
 
     Args:
         device: a device of the searcher.
+        judge_bytes: group size -> memory of reward models on the first device of a searcher.
     """
     dtype, g = jnp.dtype(config.model.compute_dtype), config.search.num_devices
 
@@ -119,7 +127,7 @@ def searcher_bytes(config: Config, model_config: TransformerConfig, device: Any)
     # Half of the caches belong to conversations that wait for their environment.
     cache = shard_bytes(layers) * (2 if config.task.environment else 1)
     parts = math.gcd(g, model_config.num_kv_heads, model_config.delta_key_heads)
-    return num_bytes / g + cache / parts
+    return num_bytes / g + cache / parts + judge_bytes(g)
 
 
 def shard_bytes(tree: Any) -> float:

@@ -9,7 +9,7 @@ Invariant: `main` accepts the chosen placement on such devices.
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tba_jax.config.resolved import asked
@@ -43,6 +43,7 @@ def choose(
     model_config: TransformerConfig,
     devices: Sequence[Any],
     hbm_bytes: float,
+    judge_bytes: Callable[[int], float] = lambda group_size: 0.0,
 ) -> tuple[Config, Division]:
     """Return the config with a placement for these devices, and that placement.
 
@@ -53,6 +54,9 @@ def choose(
 
     The fsdp axis of the trainer's mesh has as many devices as the rows of a batch permit; the other
     axis is tensor-parallel. Searcher groups are as small as weights and cache allow.
+
+    Args:
+        judge_bytes: group size -> memory of reward models on the first device of a searcher group.
 
     Raises:
         PlacementError: no mesh divides batch and model.
@@ -68,7 +72,7 @@ def choose(
     room = 1 - sizes.SHARE_FOR_PROGRAMS
 
     def of_searcher(config: Config) -> float:
-        return estimates.searcher_bytes(config, model_config, devices[0])
+        return estimates.searcher_bytes(config, model_config, devices[0], judge_bytes)
 
     @functools.cache
     def searching(group: int, slots: int) -> float:

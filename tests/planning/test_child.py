@@ -8,7 +8,7 @@ from tba_jax.planning import child
 from tba_jax.planning.verdict import Program
 
 PROGRAM = Program("publish", "trainer")
-REQUEST = child.Request("", {}, "", (), Config(), PROGRAM)
+REQUEST = child.Request("", {}, {}, "", (), Config(), PROGRAM)
 
 
 @pytest.fixture

@@ -69,6 +69,17 @@ def test_every_slice_gets_a_placement_that_it_accepts(
         assert {d.process_index for d in choice.trainer_mesh.devices.flat} == hosts
 
 
+def test_judges_that_one_chip_cannot_hold_make_groups_larger():
+    pytest.importorskip("libtpu")
+    topology = chips.parse_topology("v5e:2x4")
+    shape = config_json.transformer_config(config_of(RHO))
+    for held, group in ((lambda n: 2e9, 1), (lambda n: 14e9 / n, 4)):
+        config = load_preset("math:gsm8k")
+        devices, hbm = topology.devices(), topology.chip.hbm_bytes
+        config, choice = layouts.choose(config, shape, devices, hbm, held)
+        assert choice.searcher_meshes[0].devices.size == group
+
+
 def test_the_configs_own_placement_is_kept_on_several_hosts():
     pytest.importorskip("libtpu")
     config = load_preset("math:math")

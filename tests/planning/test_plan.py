@@ -32,7 +32,7 @@ def request(**fields):
     # The devices of this process are there already.
     config = replace(config, {"placement": "split", **fields})
     validate(config)
-    return child.Request("", shapes.config_of(str(START_MODEL)), "", (), config)
+    return child.Request("", shapes.config_of(str(START_MODEL)), {}, "", (), config)
 
 
 @pytest.fixture(scope="module")
@@ -78,11 +78,27 @@ def test_a_plan_with_an_environment_has_the_prompts_of_later_turns_and_kept_conv
     assert extend.hbm["parameters"] == 4 * found.num_params
 
 
+def test_judges_count_with_their_parameters():
+    config = override(None, ["--config=redteam:llama"])
+    models = {role: shapes.config_of(path) for role, path in shapes.judge_paths(config).items()}
+    held = shapes.judge_bytes(config, models, 4)
+    size = 2 * 8_030_261_248
+    assert held["searcher"] == {"victim": size, "classifier": size}  # whole on the first device
+    assert held["trainer"]["sentence embedder"] == pytest.approx(4 * 22.6e6, rel=0.01)
+    config = override(None, ["--config=tldr:pythia410m"])
+    models = {role: shapes.config_of(path) for role, path in shapes.judge_paths(config).items()}
+    one, four = (shapes.judge_bytes(config, models, n)["searcher"] for n in (1, 4))
+    assert four == {role: size / 4 for role, size in one.items()} and len(one) == 2
+
+
 @pytest.mark.parametrize("preset", presets.names())
 def test_the_models_of_every_preset_have_shapes_without_network(preset, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     config = override(None, [f"--config={preset}"])
     assert num_params(config_json.transformer_config(shapes.config_of(model_path(config)))) > 0
+    if not preset.startswith("custom"):
+        for path in shapes.judge_paths(config).values():
+            assert shapes.config_of(path)["model_type"]
 
 
 def test_sizes_are_lowered_until_the_compiled_programs_fit(facts, capsys):
