@@ -41,9 +41,6 @@ _STYLE: Any = {
     "axes.spines.left": False,
     "axes.spines.right": False,
     "axes.spines.top": False,
-    "axes.titlecolor": _TEXT,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 9.5,
     "grid.color": "#8893a040",
     "xtick.color": _TEXT,
     "ytick.color": _TEXT,
@@ -145,7 +142,7 @@ def panels(
             if len(curves) == 1:
                 each.plot(x, y, ".", color=color, alpha=0.45, markersize=5, markeredgewidth=0)
             each.plot(x, smooth(y), color=color, linewidth=2.2 if len(curves) == 1 else 1.4)
-        each.set_title(title)
+        each.set_title(title, loc="left", fontsize=9.5, color=_TEXT)
         each.margins(y=0.12)
         if title.startswith("share of "):
             each.set_ylim(0, 1.04)
