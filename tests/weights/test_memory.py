@@ -70,7 +70,9 @@ def test_a_reader_never_sees_parts_of_two_versions():
     finally:
         done.set()
         reader.join(30)
-        poller.close()
+        stop.set()
+        poller.join(30)
+    stop.check()
     assert torn == []
 
 
