@@ -81,12 +81,9 @@ def _serve_on(bound: socket.socket, args: argparse.Namespace) -> int:
         version=version,
     )
     queue = RequestQueue(served)
+    info = {"model": name, "weight_version": version, "num_slots": args.num_slots}
     application = Application(
-        lambda episode: queue,
-        served,
-        queue=queue,
-        token=args.token,
-        info={"model": name, "weight_version": version, "num_slots": args.num_slots},
+        lambda episode: queue, served, queue=queue, token=args.token, info=info
     )
     server = HttpServer(application, "http-server", bound)
     stop = StopFlag()
@@ -99,7 +96,8 @@ def _serve_on(bound: socket.socket, args: argparse.Namespace) -> int:
     while not stop.wait(0.5):
         pass
     server.close()
-    decoding.close()
+    decoding.join(60.0)
+    stop.check()
     return 0
 
 
