@@ -59,7 +59,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     args, overrides = parser.parse_known_args(argv)
     if args.config is None:
-        raise UserError("no --config given; try --config=math")
+        stray = f" ({overrides[0]} is no option)" if overrides else ""
+        raise UserError(f"no --config given{stray}; try --config=math")
     config = override(None, [f"--config={args.config}", *overrides])
     validate(config)
     given = args.workdir or default_workdir(config)
