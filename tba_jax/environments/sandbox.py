@@ -2,7 +2,8 @@
 """Sandbox for Python code that a model wrote: each call has a process, which the kernel confines.
 
 The process may compute, and read the files of Python. Landlock refuses all other files. A seccomp
-filter allows a list of system calls, without calls for sockets, processes, programs and signals.
+filter allows a list of system calls, without calls for sockets, processes, threads, programs and
+signals.
 Resource limits bound processor time and memory; the parent bounds output and elapsed time. The
 process cannot write files or start processes, so killing it leaves nothing behind. docs/security.md
 lists what the sandbox does not prevent.
@@ -139,7 +140,7 @@ def _deny_files(libc: ctypes.CDLL) -> None:
 
 
 class _Condition(ctypes.Structure):
-    """An argument of a system call, masked and compared (`struct scmp_arg_cmp`)."""
+    """An argument of a system call that must equal a value (`struct scmp_arg_cmp`)."""
 
     _fields_ = [
         ("argument", ctypes.c_uint),
@@ -166,7 +167,7 @@ def _deny_calls() -> None:
         found = library.seccomp_rule_add_array(context, action, number, len(conditions), array)
         _checked(found, f"a seccomp rule for {name}")
 
-    allow, equal, masked = 0x7FFF0000, 4, 7
+    allow, equal = 0x7FFF0000, 4
     for name in _ALLOWED:
         rule(allow, name)
     rule(allow, "prlimit64", _Condition(2, equal, 0))  # reads limits, and changes none
@@ -174,9 +175,6 @@ def _deny_calls() -> None:
     # F_SETSIG) can send any signal to any process.
     for command in (0, 1, 2, 3, 4, 1030):
         rule(allow, "fcntl", _Condition(1, equal, command))
-    thread = 0x10000  # CLONE_THREAD
-    rule(allow, "clone", _Condition(0, masked, thread, thread))
-    rule(0x50000 | errno.ENOSYS, "clone3")  # its flags cannot be read; the C library uses clone
     _checked(library.seccomp_load(context), "seccomp")
 
 

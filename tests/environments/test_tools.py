@@ -45,9 +45,10 @@ ATTACKS = {
     "output": ("while True: print('x' * 1000)", "error: more than 16,384 bytes were printed"),
     "fork": ("import os\nwhile True: os.fork()", "PermissionError"),
     "threads": (
-        "import threading, time\n"
-        "while True: threading.Thread(target=time.sleep, args=(99,)).start()",
-        "can't start new thread",
+        "import threading, time\nn = 0\ntry:\n"
+        "  while True: threading.Thread(target=time.sleep, args=(99,)).start(); n += 1\n"
+        "except RuntimeError as error: print(n, error)",
+        "0 can't start new thread",
     ),
     "program": ("import os\nos.execv('/bin/sh', ['sh'])", "PermissionError"),
     "spawn": ("import subprocess\nsubprocess.run(['ls'])", "PermissionError"),
