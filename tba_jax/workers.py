@@ -13,24 +13,24 @@ that worker and nothing else.
 
 import asyncio
 import contextlib
+import importlib
 import itertools
 import json
 import math
-import multiprocessing
 import os
 import pickle
 import resource
+import select
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
-
-import numpy.random
 
 START_TIMEOUT_S = 60.0
 """Seconds for the start of a worker and the import of the user's module, on a busy machine."""
@@ -38,10 +38,11 @@ MOST_ANSWER_BYTES = 2**24
 """Maximum size of an answer; a worker that sends more is killed."""
 MAX_MEMORY_BYTES = 16 * 2**30
 """Limit of the memory that a worker allocates."""
-NOTHING = "nothing"
-"""Message that an `Exchange` returns as None."""
 _SIZE_BYTES = 8  # a message to a worker begins with its size
 _TICK_S = 0.5  # longest time until a missed deadline that was restarted is noticed
+# Program of a worker. It finds modules where this process finds them.
+_PROGRAM = "import json, sys; sys.path[:], *job = json.loads(sys.argv[1]); "
+_PROGRAM += "from tba_jax.workers import serve; serve(*job)"
 
 
 class WorkerFailed(Exception):
@@ -61,54 +62,56 @@ class WorkerFailed(Exception):
 
 
 class Exchange:
-    """Messages of one job, in the worker.
+    """Messages of one job, in the worker; the first one starts the job's coroutine.
 
-    The first message starts the job's coroutine; `answer_and_wait` answers a message and returns
-    the next one.
+    Attributes:
+        answer: answers the newest message with a value that can be written as JSON.
     """
 
-    def __init__(self, send: Callable[[Any], None]) -> None:
-        self.answer = send  # answers the newest message with a value that can be written as JSON
+    def __init__(self, answer: Callable[[Any], None]) -> None:
+        self.answer = answer
         self.messages: asyncio.Queue[Any] = asyncio.Queue()
 
     async def answer_and_wait(self, value: Any) -> Any:
-        """Answer the newest message, and return the next one; None for `NOTHING`."""
+        """Answer the newest message, and return the next one."""
         self.answer(value)
-        message = await self.messages.get()
-        return None if message == NOTHING else message
+        return await self.messages.get()
 
 
 Handler = Callable[[Exchange, Any], Coroutine[Any, Any, None]]
 """Coroutine function of a job: (exchange, first message) -> None; it answers every message."""
 
 
-def _serve(
-    connection: socket.socket,
-    make: Callable[..., Handler],
-    arguments: Sequence[Any],
-    folder: str,
-    environment: Mapping[str, str],
-    log: str,
-) -> None:
-    """Run the jobs of the parent on one event loop, until the parent closes the socket."""
-    connection.set_inheritable(False)  # else users' child processes would hide the worker's end
-    _enter(folder, environment, log)
-    handler = make(*arguments)  # imports the user's module, before the first deadline runs
+def serve(module: str, make: str, arguments: Sequence[Any]) -> None:
+    """Run the jobs of the parent, the peer of standard input, until it closes the socket.
+
+    Args:
+        module, make, arguments: function that returns the handler.
+    """
+    connection = socket.socket(fileno=os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    threading.Thread(target=_leave_with, args=(connection,), daemon=True).start()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    most = MAX_MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MAX_MEMORY_BYTES, hard)
+    resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # last: a user's file must not hide a module of the library
+    # Imports the user's module, before the first deadline runs.
+    handler: Handler = getattr(importlib.import_module(module), make)(*arguments)
     jobs: dict[int, tuple[Exchange, asyncio.Task[None]]] = {}
 
     def receive() -> None:
         size = int.from_bytes(connection.recv(_SIZE_BYTES, socket.MSG_WAITALL))
-        if not size:  # the parent has closed the socket
-            os.killpg(0, signal.SIGKILL)
-        number, message = pickle.loads(connection.recv(size, socket.MSG_WAITALL))
-        if message is None:  # the parent has closed the job
+        number, *message = pickle.loads(connection.recv(size, socket.MSG_WAITALL))
+        if not message:  # the parent has closed the job
             if number in jobs:
                 jobs[number][1].cancel()
         elif number in jobs:
-            jobs[number][0].messages.put_nowait(message)
+            jobs[number][0].messages.put_nowait(*message)
         else:
             exchange = Exchange(lambda value: send([number, value]))
-            task = loop.create_task(handler(exchange, message))
+            task = loop.create_task(handler(exchange, *message))
             task.add_done_callback(lambda _: jobs.pop(number, None))
             jobs[number] = exchange, task
 
@@ -125,38 +128,11 @@ def _serve(
             loop.run_forever()
 
 
-def _enter(folder: str, environment: Mapping[str, str], log: str) -> None:
-    """Prepare a new process for users' code; it ends with its group when its parent ends.
-
-    Args:
-        folder: folder from which user modules can be imported.
-        environment: environment variables of the parent.
-        log: file to which standard output and standard error are appended; "": no change.
-    """
-    os.setpgid(0, 0)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    most = MAX_MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MAX_MEMORY_BYTES, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
-    os.environ.update(environment)
-    sys.stdin = open(os.devnull)
-    if log:
-        with open(log, "ab") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-    # A parent that was killed cannot stop a process that hangs in users' code.
-    threading.Thread(target=_leave_with_parent, name="exit-with-parent", daemon=True).start()
-    if folder not in sys.path:
-        sys.path.append(folder)  # last: a user's file must not hide a module of the library
-    # The fork server imports numpy once for all workers, so each has the same global generator.
-    numpy.random.seed()
-
-
-def _leave_with_parent() -> None:
-    """End this process and its process group when the parent ends."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
+def _leave_with(connection: socket.socket) -> None:
+    """End this process and its group, even in a user's call, when the parent ends."""
+    poll = select.poll()
+    poll.register(connection, 0)  # only the end of the peer
+    poll.poll()
     os.killpg(0, signal.SIGKILL)
 
 
@@ -177,34 +153,42 @@ class _Worker:
         self.free_s = math.inf
         self._pool = pool
         ours, theirs = socket.socketpair()
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([pool.make.__module__])
-        log = _log_file(pool.logs, pool.kind, number)
-        arguments = (theirs, pool.make, pool.arguments, os.getcwd(), dict(os.environ), log)
-        self.process = context.Process(target=_serve, args=arguments, daemon=True)
-        self.process.start()
-        theirs.close()
+        job = [sys.path, pool.make.__module__, pool.make.__name__, pool.arguments]
+        command = [sys.executable, "-P", "-c", _PROGRAM, json.dumps(job)]
+        with theirs, contextlib.ExitStack() as stack:
+            output = None
+            if pool.logs is not None:
+                pool.logs.mkdir(parents=True, exist_ok=True)
+                name = f"{pool.kind}-{socket.gethostname()}-{os.getpid()}-{number}.log"
+                output = stack.enter_context(open(pool.logs / name, "ab"))
+            self.process = subprocess.Popen(
+                command, stdin=theirs, stdout=output, stderr=output, process_group=0
+            )
         loop = asyncio.get_running_loop()
         connecting = asyncio.open_connection(sock=ours, limit=MOST_ANSWER_BYTES)
         self._streams = loop.create_task(connecting)
-        self._task = loop.create_task(self._receive(log or "standard error"))
-        loop.call_later(START_TIMEOUT_S, self._check_start)
+        self._task = loop.create_task(self._receive(output.name if output else "standard error"))
 
-    async def write(self, number: int, message: Any) -> None:
-        """Send a message of a job; None closes the job."""
-        data = pickle.dumps((number, message))
+    async def write(self, *message: Any) -> None:
+        """Send the number of a job and a message to it; the number alone closes the job."""
+        data = pickle.dumps(message)
         (await self._streams)[1].write(len(data).to_bytes(_SIZE_BYTES) + data)
 
     async def _receive(self, output: str) -> None:
         """Receive answers until the process ends; `output` is the place of its output."""
         reader, writer = await self._streams
         try:
-            while line := await reader.readline():
+            line = await asyncio.wait_for(reader.readline(), START_TIMEOUT_S)
+            while line:
                 number, value = json.loads(line)
                 answer = self.answers.pop(number, None)
                 if answer is not None and not answer.done():
                     answer.set_result(value)
                 self.free_s = time.monotonic()
+                line = await reader.readline()
+        except TimeoutError:
+            text = f"its module was not imported within {START_TIMEOUT_S:.0f} s. Move slow work "
+            self.end("start", f"{text}from the module's top level into the function")
         except ValueError:  # the line is too long, or no JSON
             text = f"an answer has more than {MOST_ANSWER_BYTES} bytes, or users' code wrote it"
             self.end("crash", text)
@@ -212,16 +196,13 @@ class _Worker:
             pass
         finally:
             writer.transport.abort()
-        self.process.join(1.0)
-        code = f"exit code {self.process.exitcode}"
-        if self.free_s == math.inf:
-            code = 'at its start; a script that starts one needs `if __name__ == "__main__":`'
-        self.end("crash", f"its process ended ({code}); see {output}")
+        self.end("crash", f"its process ended (exit code {self._exit_code()}); see {output}")
 
-    def _check_start(self) -> None:
-        if self.free_s == math.inf:
-            text = f"its module was not imported within {START_TIMEOUT_S:.0f} s. Move slow work "
-            self.end("start", f"{text}from the module's top level into the function")
+    def _exit_code(self) -> int | None:
+        """Wait a second for the end of the process."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(1.0)
+        return self.process.returncode
 
     def end(self, name: str, text: str, number: int | None = None) -> None:
         """Kill the process and its group; the message of this job fails by this name.
@@ -233,11 +214,9 @@ class _Worker:
             return
         self.is_ended = True
         self._pool.workers.remove(self)
-        # Before the process itself, whose ID could otherwise become that of another process.
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid or 0, signal.SIGKILL)
-        self.process.kill()
-        self.process.join(1.0)
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self._exit_code()
         if self.free_s == math.inf and name != "closed":
             name = "start"
         lost = WorkerFailed("lost", f"another job ended the {self._pool.kind} worker: {text}")
@@ -253,8 +232,8 @@ class _Worker:
 class Job:
     """One call of a reward, or one episode of an environment, in a worker; one thread uses it."""
 
-    def __init__(self, pool: "WorkerPool", number: int) -> None:
-        self._pool, self._number = pool, number
+    def __init__(self, pool: "WorkerPool") -> None:
+        self._pool, self._number = pool, next(pool.numbers)
         self._worker: _Worker | None = None
         self._since_s = 0.0  # start of the deadline
 
@@ -262,7 +241,7 @@ class Job:
         """Send a message; the result of the future is the answer, or a `WorkerFailed`.
 
         Args:
-            message: any object that can be pickled, but not None.
+            message: any object that can be pickled.
             timeout_s: deadline, counted from the time at which the worker is free for the message.
             doing: subject for the text of a failure, as in "reset took longer than 2 s".
         """
@@ -292,7 +271,7 @@ class Job:
             text = f"the {self._pool.kind} worker of this job was ended by another job"
             raise WorkerFailed("lost", text)
         answer = worker.answers[self._number] = asyncio.get_running_loop().create_future()
-        self._since_s = time.monotonic()
+        self.restart_deadline()
         await worker.write(self._number, message)
         while not answer.done():
             left_s = max(self._since_s, worker.free_s) + timeout_s - time.monotonic()
@@ -312,7 +291,7 @@ class Job:
         if is_open and not worker.jobs:  # it may hang, and nothing else runs there
             worker.end("lost", "its job was closed")
         else:
-            await worker.write(self._number, None)
+            await worker.write(self._number)
 
 
 class WorkerPool:
@@ -337,19 +316,21 @@ class WorkerPool:
         logs: Path | None = None,
     ) -> None:
         self.kind, self.make, self.arguments, self.logs = kind, make, arguments, logs
-        self.num_workers = num_workers
+        self.num_workers, self.numbers = num_workers, itertools.count()
         self.workers: list[_Worker] = []
         self._idle = asyncio.Semaphore(num_workers)
-        self._numbers = itertools.count()
-        self._lock = threading.Lock()
-        self._is_closed = False
+        self._lock, self._is_closed = threading.Lock(), False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run_loop, name=f"{kind}-workers", daemon=True)
         self._thread.start()
 
     def open(self) -> Job:
         """Return a new job."""
-        return Job(self, next(self._numbers))
+        return Job(self)
+
+    def call(self, message: Any, timeout_s: float, doing: str) -> "Future[Any]":
+        """Return the answer to a job of one message, as `Job.send`; it waits for an idle worker."""
+        return self.run(self._call(message, timeout_s, doing))
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> "Future[Any]":
         """Run a coroutine on the pool's loop; its result is `WorkerFailed` in a closed pool."""
@@ -358,7 +339,7 @@ class WorkerPool:
                 return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         coroutine.close()
         failed: Future[Any] = Future()
-        failed.set_exception(WorkerFailed("closed", f"the {self.kind} workers were closed"))
+        failed.set_exception(self._closed())
         return failed
 
     def close(self) -> None:
@@ -369,18 +350,16 @@ class WorkerPool:
                 asyncio.run_coroutine_threadsafe(self._end_all(), self._loop)
         self._thread.join(10.0)
 
+    def _closed(self) -> WorkerFailed:
+        return WorkerFailed("closed", f"the {self.kind} workers were closed")
+
     def _run_loop(self) -> None:
         self._loop.run_forever()
         self._loop.close()
 
     # Methods for the pool's loop.
 
-    async def call(self, message: Any, timeout_s: float, doing: str) -> Any:
-        """Return the answer to a job of one message, which runs in the next idle worker.
-
-        Raises:
-            WorkerFailed: the worker gave no answer.
-        """
+    async def _call(self, message: Any, timeout_s: float, doing: str) -> Any:
         async with self._idle:
             job = self.open()
             try:
@@ -389,17 +368,22 @@ class WorkerPool:
                 await job.leave()
 
     def idlest(self) -> _Worker:
-        """Return the worker with the fewest jobs; a new one, if all have jobs and more may run."""
-        while True:
+        """Return the worker with the fewest jobs; a new one, if all have jobs and more may run.
+
+        Raises:
+            WorkerFailed: the pool was closed.
+        """
+        while not self._is_closed:
             worker = min(self.workers, key=lambda w: len(w.jobs), default=None)
             if worker is None or (worker.jobs and len(self.workers) < self.num_workers):
                 taken = {w.number for w in self.workers}
                 number = next(n for n in itertools.count() if n not in taken)
                 self.workers.append(_Worker(self, number))
                 return self.workers[-1]
-            if worker.process.is_alive():
+            if worker.process.poll() is None:
                 return worker
             worker.end("crash", "its process ended")
+        raise self._closed()
 
     async def end_idle(self) -> None:
         """End the workers without jobs; later jobs start new ones."""
@@ -408,20 +392,12 @@ class WorkerPool:
 
     async def _end_all(self) -> None:
         for worker in list(self.workers):
-            worker.end("closed", f"the {self.kind} workers were closed")
+            worker.end("closed", str(self._closed()))
+        # Jobs receive their failure, and those that wait for a worker find the pool closed.
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        # Jobs receive their failure before their tasks are cancelled.
-        await asyncio.wait(tasks, timeout=0.1) if tasks else None
+        await asyncio.wait(tasks, timeout=1.0) if tasks else None
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await asyncio.sleep(0)  # sockets are closed
         self._loop.stop()
-
-
-def _log_file(folder: Path | None, kind: str, number: int) -> str:
-    """Return the log file of a worker of this process; "" without a folder: standard streams."""
-    if folder is None:
-        return ""
-    folder.mkdir(parents=True, exist_ok=True)
-    return str(folder / f"{kind}-{socket.gethostname()}-{os.getpid()}-{number}.log")

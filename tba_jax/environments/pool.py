@@ -24,7 +24,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tba_jax import workers
 from tba_jax.decoding.requests import Response
 from tba_jax.environments.adapters import BASE_URL, ERROR, make_handler
 from tba_jax.flow.trajectory import Prompt
@@ -123,7 +122,7 @@ class Environment:
 
     def end(self) -> None:
         """Request the reward, because the episode has reached a limit."""
-        self._send("the reward", workers.NOTHING)
+        self._send("the reward", None)
 
     @property
     def is_answered(self) -> bool:

@@ -154,7 +154,7 @@ class RewardPool(RewardSource):
     async def _call(self, timeout_s: float, function: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function of `functions` in an idle worker, or in this process."""
         if self._workers.num_workers:
-            return await self._workers.call((function, *arguments), timeout_s, "a call")
+            return await self._workers._call((function, *arguments), timeout_s, "a call")
         return await run(function, *arguments)
 
     async def _load(self, columns: Sequence[str] | None) -> str:

@@ -231,7 +231,7 @@ def test_a_function_that_can_never_work_is_an_error_not_a_reward(make, function,
 
 
 def test_imports_that_hang_or_end_the_process_are_named(make, monkeypatch):
-    with pytest.raises(RewardFailure, match="ends_at_import:f: its process ended .at its start"):
+    with pytest.raises(RewardFailure, match="ends_at_import:f: its process ended .exit code 1."):
         make("ends_at_import:f").check()
     monkeypatch.setattr(workers, "START_TIMEOUT_S", 1.0)
     with pytest.raises(RewardFailure, match="its module was not imported within 1 s"):
