@@ -4,6 +4,7 @@
 Nothing here reaches a network: `gcloud`, `ssh` and `scp` on the scripts' PATH are fakes.
 """
 
+import contextlib
 import json
 import os
 import shlex
@@ -24,28 +25,27 @@ SETTINGS = {
 }
 
 
+def _lines(path):
+    """Lines of a file; [] if it is not there."""
+    return path.read_text().splitlines() if path.exists() else []
+
+
 class Cloud:
     """A fake cloud, a GPU box, and a working tree with the launch scripts.
 
     Args:
         folder: empty; everything lives below it.
         tree: holds `launch/`; becomes a git checkout.
-        worker_env: further environment of the machines.
     """
 
-    def __init__(self, folder, tree, worker_env):
+    def __init__(self, folder, tree):
         self.folder, self.tree = folder, tree
         self.settings_file = tree / "launch" / "settings.env"
         self.bucket, self.box = folder / "bucket", folder / "box"
         for path in (self.bucket, self.box, folder / "bin", folder / "cloud"):
             path.mkdir()
         subprocess.run(["git", "init", "-q", tree], check=True)
-        self._worker_env = {
-            "REAL_PYTHON": sys.executable,
-            "FAKE_IMPORTS": "",
-            "BUCKET": str(self.bucket),
-            **worker_env,
-        }
+        self._worker_env = {"REAL_PYTHON": sys.executable, "BUCKET": str(self.bucket)}
         (folder / "cloud/worker_env.json").write_text(json.dumps(self._worker_env))
         (folder / "bin/gcloud").symlink_to(FAKE / "gcloud")
         # A machine behind ssh: the last argument is the command, the box's home its folder.
@@ -114,8 +114,7 @@ class Cloud:
 
     def calls(self, *words):
         """Argument lists of the gcloud calls that have these words among their first."""
-        path = self.folder / "cloud/calls.jsonl"
-        found = [json.loads(x) for x in path.read_text().splitlines()] if path.exists() else []
+        found = map(json.loads, _lines(self.folder / "cloud/calls.jsonl"))
         return [call for call in found if set(words) <= set(call[:4])]
 
     def fail(self, command):
@@ -144,9 +143,8 @@ class Cloud:
         return found
 
     def bucket_lines(self, name):
-        """Lines of a file in the share that all workers see; [] if it is not there."""
-        path = self.bucket / name
-        return path.read_text().splitlines() if path.exists() else []
+        """Lines of a file in the share that all workers see."""
+        return _lines(self.bucket / name)
 
     def wait_for(self, condition, process=None, timeout=60.0):
         """Poll until `condition()`; fails when the process ends before or the time is over."""
@@ -163,7 +161,5 @@ class Cloud:
             process.wait()
         for home in [*self.homes(), self.box]:
             for pid in self.processes(home):
-                try:
+                with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, 9)
-                except ProcessLookupError:
-                    pass

@@ -4,11 +4,13 @@
 import datetime
 import importlib
 import json
+import shlex
 import sys
 
 import pytest
 
-from tba_jax.bench import harness, rl_step
+from tba_jax.bench import accelerator, harness, rl_step, time_to_accuracy
+from tba_jax.bench.accelerator import Part
 
 # A side: its behaviour is in the job.
 SIDE = """
@@ -17,11 +19,6 @@ job = json.loads(pathlib.Path(sys.argv[1]).read_text())
 exec(job["code"])
 pathlib.Path(job["result"]).write_text(json.dumps({"side": job["side"]}))
 """
-
-
-def run_side(tmp_path, code):
-    command = [sys.executable, "-c", SIDE]
-    return harness.run_side("mine", {"code": code}, tmp_path, command)
 
 
 def test_a_result_has_its_command_date_and_table(capsys):
@@ -43,51 +40,34 @@ def test_a_result_has_its_command_date_and_table(capsys):
     result = json.loads(lines[-1])
     assert (code, result["run_s"]) == (0, 4.0)
     assert result["command"] == "python -m tba_jax.bench.sums --repeats=4 --json"
-    age = datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(result["date"])
-    assert abs(age.total_seconds()) < 60
+    assert datetime.datetime.fromisoformat(result["date"]).tzinfo
     assert "workload.size: 3" in lines
     table = [line.split() for line in lines[-4:-1]]
     assert table == [["run_s", "used_bytes"], ["tba_jax", "4"], ["naive", "2.5", "2", "MiB"]]
 
 
 def test_a_side_returns_its_result_or_one_error(tmp_path, capsys, monkeypatch):
-    assert run_side(tmp_path, "") == {"side": "mine"}
+    def side(code):
+        return harness.run_side("mine", {"code": code}, tmp_path, [sys.executable, "-c", SIDE])
+
+    assert side("") == {"side": "mine"}
     with pytest.raises(ValueError, match="mine failed with exit code 1: ZeroDivisionError"):
-        run_side(tmp_path, "1/0")
+        side("1/0")
     assert "Traceback" in capsys.readouterr().err
     monkeypatch.setattr(harness, "TIMEOUT_S", 0.5)
     with pytest.raises(ValueError, match=r"mine took more than 0.5 s"):
-        run_side(tmp_path, "import time; time.sleep(60)")
+        side("import time; time.sleep(60)")
 
 
-def test_figures_are_medians_of_the_repeats_and_sides_alternate(capsys):
-    ran = []
-
-    def side(name, seconds):
-        def run(repeat):
-            ran.append(name)
-            return {"run_s": seconds[repeat], "num": repeat, "about": {"seed": repeat}}
-
-        return run
-
-    sides = {"ours": side("ours", (9.0, 6.0, 7.0)), "naive": side("naive", (1.0, 2.0, 3.0))}
-    found = harness.repeated(sides, 3, "run_s")
-    about = {"num": 2, "about": {"seed": 0}}
-    assert found["ours"] == {"run_s": 7.0, "run_s_of_repeats": [9.0, 6.0, 7.0], **about}
-    assert found["naive"]["run_s"] == 2.0 and ran == ["ours", "naive"] * 3
-    assert capsys.readouterr().err.startswith("ours: run_s 9\nnaive: run_s 1\n")
-
-
-OPTIONS = [
-    ("rl_step", "--peers=verl", "invalid choice: 'verl'"),
-    ("rl_step", "--group=1", "got 1; wanted at least 2"),
-    ("time_to_accuracy", "--seeds=0", "got 0; wanted at least 1"),
-    ("train_step", "--group_size=1", "got 1; wanted at least 2"),
-    ("decode", "--max_new_tokens=4", "got 4; wanted at least 8"),
-]
-
-
-@pytest.mark.parametrize(("benchmark", "option", "message"), OPTIONS)
+@pytest.mark.parametrize(
+    ("benchmark", "option", "message"),
+    [
+        ("rl_step", "--peers=verl", "invalid choice: 'verl'"),
+        ("rl_step", "--group=1", "got 1; wanted at least 2"),
+        ("decode", "--max_new_tokens=4", "got 4; wanted at least 8"),
+        ("accelerator", "--parts=device,nothing", "no 'nothing'; there are device, parity, dec"),
+    ],
+)
 def test_a_bad_option_is_refused(benchmark, option, message, capsys):
     with pytest.raises(SystemExit):
         importlib.import_module(f"tba_jax.bench.{benchmark}").main([option])
@@ -99,10 +79,7 @@ def test_a_bad_option_is_refused(benchmark, option, message, capsys):
     [
         (["--micro_batch_rows=12"], "does not divide the 128 rows of a step"),
         (["--peers=trl", "--peer_python=/no/python"], "/no/python: [Errno 2] No such file"),
-        (
-            ["--peers=trl"],
-            "No package metadata was found for no_such_package",
-        ),
+        (["--peers=trl"], "No package metadata was found for no_such_package"),
     ],
 )
 def test_what_cannot_be_measured_is_one_line(options, message, capsys, monkeypatch):
@@ -110,3 +87,57 @@ def test_what_cannot_be_measured_is_one_line(options, message, capsys, monkeypat
     assert rl_step.main(options) == 1
     error = capsys.readouterr().err
     assert message in error and len(error.splitlines()) == 1
+
+
+def part(name, code):
+    """A part of the accelerator's command that runs a line of Python."""
+    return Part(name, f"What of {name}?", f"timeit -n1 -r1 {shlex.quote(code)}", dry="")
+
+
+def test_a_part_that_fails_or_hangs_costs_itself_and_its_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(accelerator, "LIMIT_S", 0.2)
+    parts = [
+        part("bad", "1/0"),
+        part("slow", "import time; time.sleep(60)"),
+        part("good", "import json; print(json.dumps({'rate': 1.5, 'of': {'chip': 'x'}}))"),
+    ]
+    results = accelerator.measure(parts, tmp_path, 60.0, is_dry=True)
+    statuses = [r["status"] for r in results.values()]
+    assert "bad failed with exit code 1: ZeroDivisionError" in statuses[0]
+    assert "slow took more than 2 s" in statuses[1] and statuses[2] == "done"
+    assert results["good"]["figures"] == {"rate": 1.5, "of": {"chip": "x"}}
+    written = json.loads((tmp_path / "results.json").read_text())
+    assert written["dry_run"] and written["parts"] == results
+    results = accelerator.measure(parts[1:], tmp_path, 1.0, is_dry=True)
+    assert results["good"]["status"] == "not started within 1 s (--budget_s)"
+
+
+# Writes a log, one of its lines in two pieces; the accuracies are its arguments.
+LOGGED = """
+import json, pathlib, sys, time
+with open(sys.argv[1], "w") as out:
+    for step, accuracy in enumerate([None, *map(float, sys.argv[2:])], start=1):
+        text = json.dumps({"step": step} | ({} if accuracy is None else {"accuracy": accuracy}))
+        out.write(text[:5]); out.flush(); time.sleep(0.05); out.write(text[5:] + "\\n"); out.flush()
+time.sleep(60 if len(sys.argv) > 3 else 0)
+"""
+
+
+def watch(folder, *accuracies, code=LOGGED):
+    """What is told of a process that logs these accuracies and is asked for 0.9."""
+    folder.mkdir()
+    log = folder / "log.jsonl"
+    command = [sys.executable, "-c", code, str(log), *map(str, accuracies)]
+    return time_to_accuracy.watch("side", command, {}, log, "accuracy", 0.9)
+
+
+def test_a_process_is_ended_where_it_has_reached_the_accuracy(tmp_path):
+    reached = watch(tmp_path / "a", 0.5, 0.9, 1.0)
+    assert reached["steps"] == 3 and reached["from_command_s"] == reached["accuracies"][-1][2]
+    assert [x[:2] for x in reached["accuracies"]] == [(2, 0.5), (3, 0.9)]
+    difference = reached["from_command_s"] - reached["first_step_s"]
+    assert reached["after_first_step_s"] == difference > 0
+    below = watch(tmp_path / "b", 0.5)
+    assert below["from_command_s"] == below["steps"] == float("inf")
+    with pytest.raises(ValueError, match="side failed with exit code 1: ZeroDivisionError"):
+        watch(tmp_path / "c", code="1/0")

@@ -89,20 +89,13 @@ def test_every_parameter_of_every_family_has_a_sharding_that_fits(family):
 
 @functools.cache
 def decoded(parts, temperature):
-    config = CONFIG
-    params = random_params(config)
-    if parts == 1:
-        site = ANY_DEVICE
-        weights = transformer.unstack_layers(params, config)
-    else:
-        devices = mesh(model=parts)
-        site = Site(devices)
-        weights = jax.device_put(
-            transformer.unstack_layers(params, config), weight_shardings(config, devices)
-        )
+    weights, site = transformer.unstack_layers(random_params(CONFIG), CONFIG), ANY_DEVICE
+    if parts > 1:
+        site = Site(mesh(model=parts))
+        weights = jax.device_put(weights, weight_shardings(CONFIG, site.mesh))
         assert len(weights["layers"][0]["q"].addressable_shards) == parts
     decoder = Decoder(
-        config,
+        CONFIG,
         compute_dtype=jnp.float32,
         eos_ids=(0, 1),
         pad_id=2,
@@ -121,14 +114,10 @@ def decoded(parts, temperature):
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
-@pytest.mark.parametrize(
-    "parts",
-    [2, pytest.param(4, marks=pytest.mark.slow)],
-)
+@pytest.mark.parametrize("parts", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_tensor_parallel_decoder_equals_one_device(parts, temperature):
     """The seed is fixed: a draw within float32 rounding of a boundary would show at once."""
-    wanted = decoded(1, temperature)
-    out = decoded(parts, temperature)
+    wanted, out = (decoded(n, temperature) for n in (1, parts))
     assert wanted.lengths.max() > 4  # more than one chunk
     np.testing.assert_array_equal(out.tokens, wanted.tokens)
     np.testing.assert_array_equal(out.lengths, wanted.lengths)

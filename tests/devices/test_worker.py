@@ -34,12 +34,3 @@ def test_the_wait_for_a_step_that_hangs_has_an_end():
     release.set()
     worker.join(5.0)
     assert not worker.is_alive()
-
-
-def test_a_worker_that_was_never_started_has_ended():
-    stop = StopFlag()
-    worker = Worker("searcher-0", lambda: True, stop)
-    worker.join(1.0)
-    stop.fail("compiler", ValueError("no room"))
-    with pytest.raises(WorkerError, match="compiler failed: ValueError: no room"):
-        stop.check()

@@ -1,31 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pod jobs that docs/launch shows are ones that this package accepts on those machines."""
+"""The jobs that docs/launch and launch/ show are ones that this package accepts there."""
 
 import re
+import shlex
 import subprocess
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
+from launch_cloud import ROOT
 
 from tba_jax.config.command_line import override
 from tba_jax.config.resolved import asked
 from tba_jax.config.rules import validate
+from tba_jax.devices.config import parse_resources
 from tba_jax.devices.placement import divide
 
-ROOT = Path(__file__).parents[2]
 HOSTS = 4
 
 
-def pod_jobs(page):
-    """`--config.FIELD=VALUE` of each command of a page that asks for a pod."""
-    text = (ROOT / "docs" / "launch" / page).read_text()
-    jobs = [re.split(r"\n\n|```|resources:", rest)[0] for rest in text.split("tba_jax.main")[1:]]
-    return [
-        re.findall(r"--config\.[\w.]+=\w+", job)
-        for job in jobs
-        if "num_searchers" in job and "placement=hosts" not in job
-    ]
+def config_of(overrides, preset=":gsm8k"):
+    """The validated config of `--config.FIELD=VALUE` arguments."""
+    config = override(None, [f"--config={ROOT / 'configs/math.py'}{preset}", *overrides])
+    validate(config)
+    return config
 
 
 @pytest.mark.parametrize(
@@ -40,9 +38,10 @@ def pod_jobs(page):
 def test_a_documented_pod_job_has_a_trainer_and_searchers_on_every_host(
     page, number, kind, chips, layout
 ):
-    overrides = pod_jobs(page)[number]
-    config = override(None, [f"--config={ROOT / 'configs/math.py'}:gsm8k", *overrides])
-    validate(config)
+    text = (ROOT / "docs" / "launch" / page).read_text()
+    jobs = [re.split(r"\n\n|```|resources:", rest)[0] for rest in text.split("tba_jax.main")[1:]]
+    jobs = [x for x in jobs if "num_searchers" in x and "placement=hosts" not in x]
+    config = config_of(re.findall(r"--config\.[\w.]+=\w+", jobs[number]))
     devices = [
         SimpleNamespace(platform=kind[:3].lower(), device_kind=kind, process_index=i // chips, id=i)
         for i in range(HOSTS * chips)
@@ -51,6 +50,32 @@ def test_a_documented_pod_job_has_a_trainer_and_searchers_on_every_host(
     assert arrangement.placement == layout
     assert {d.process_index for d in arrangement.trainer} == set(range(HOSTS))
     assert len(arrangement.groups) == config.num_searchers // HOSTS > 0
+
+
+def test_the_kuberay_job_asks_for_what_its_groups_have():
+    [job] = yaml.safe_load_all((ROOT / "launch/gke.yaml").read_text())
+    words = shlex.split(job["spec"]["entrypoint"])
+    config = config_of([word for word in words if word.startswith("--config.")])
+    assert config.placement == "fleet" and config.fleet.address == "auto"
+    groups = {x["groupName"]: x for x in job["spec"]["rayClusterSpec"]["workerGroupSpecs"]}
+    for name, group, text in (
+        ("trainer", groups["trainer"], config.fleet.trainer),
+        ("searcher", groups["searchers"], config.fleet.searcher),
+    ):
+        wanted = parse_resources(text)
+        [container] = group["template"]["spec"]["containers"]
+        assert container["resources"]["limits"]["google.com/tpu"] == f"{wanted['TPU']:.0f}"
+        assert f'"{name}": 1' in group["rayStartParams"]["resources"] and wanted[name] == 1
+    most = groups["searchers"]["maxReplicas"]
+    assert config.fleet.max_searchers == most * config.num_searchers
+    assert config.mesh.data * config.mesh.fsdp * config.mesh.model == 4
+
+
+def test_the_page_of_fleets_shows_a_command_that_is_accepted():
+    text = (ROOT / "docs/launch/fleet.md").read_text()
+    first = text.split("tba_jax.main --config=math", 1)[1].split("\n\n")[0]
+    config = config_of(re.findall(r"--config\.[\w.]+=\w+", first), preset="")
+    assert config.placement == "fleet" and config.fleet.address == "local"
 
 
 def test_the_slurm_script_starts_the_processes_of_a_job(tmp_path):
