@@ -90,7 +90,7 @@ class House:
             ),
             self.prompts.from_number,
             self.evaluations,
-            None,
+            types.SimpleNamespace(wants_stop=False),
             given=self.given,
             clock=lambda: self.now,
             log=self.lines.append,

@@ -42,7 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"--port={args.port}: cannot listen on {args.host} ({error}). Give a free port, or 0"
         ) from error
     with bound:
-        bound.listen()  # a second server on this port fails now, not after it has loaded the model
         return _serve_on(bound, args)
 
 

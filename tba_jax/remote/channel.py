@@ -19,7 +19,7 @@ from tba_jax.remote.http_server import HttpServer, bind
 Handler = Callable[[bytes], bytes]
 """Returns the response to a request; it may block for about a second.
 
-`NotReady`, `Rewind`, `RunEnded` and `ValueError` reach the client; any other error ends the run."""
+`Rewind`, `RunEnded` and `ValueError` reach the client; any other error ends the run."""
 
 MAX_REQUEST_BYTES = 2**30
 HEARTBEAT_S = 30
@@ -31,12 +31,8 @@ class Unreachable(Exception):
     """No response arrived in time; the request may have arrived."""
 
 
-class ChannelError(RuntimeError):
-    """The channel cannot be used: wrong token, blocked port, or another program at the address."""
-
-
-class NotReady(Exception):
-    """The process at the other end of the channel is starting, or has failed."""
+class Refused(RuntimeError):
+    """The server refuses the request: token, method or message."""
 
 
 class Rewind(Exception):
@@ -47,12 +43,8 @@ class RunEnded(Exception):
     """The run has ended: searchers have no more work."""
 
 
-class Refused(ValueError):
-    """The owner refuses a message; raised in the client."""
-
-
-_STATUS = {NotReady: 503, Rewind: 409, RunEnded: 410, ValueError: 400}
-_ERRORS = {409: Rewind, 410: RunEnded, 400: Refused}
+_STATUS = {Rewind: 409, RunEnded: 410, ValueError: 400}
+_ERRORS = {409: Rewind, 410: RunEnded, 500: Unreachable, 503: Unreachable}
 
 
 class Endpoint(NamedTuple):
@@ -77,74 +69,63 @@ def own_address(towards: str = "") -> str:
 
 
 class ChannelServer:
-    """HTTP server of the process that owns the data of a run.
+    """HTTP server of the process that owns the data of a run; it listens at once.
 
     Args:
-        handlers: method name -> handler. Handlers run on several threads.
         host: address of this machine for the clients; a loopback address: the server accepts
             connections of this machine only.
 
     Attributes:
+        handlers: method name -> handler, which runs on one of several threads; {}: the process is
+            starting, or has failed.
         endpoint: address and token for the clients.
         failure: `failure.check()` raises the first unexpected error of a handler.
     """
 
-    def __init__(
-        self, handlers: Mapping[str, Handler], token: str, host: str = "127.0.0.1"
-    ) -> None:
-        self._handlers, self.failure = dict(handlers), StopFlag()
+    def __init__(self, token: str, host: str = "127.0.0.1") -> None:
+        from starlette.applications import Starlette  # slow; runs of one process need no server
+        from starlette.routing import Route
+
+        self.handlers: Mapping[str, Handler] = {}
+        self.failure = StopFlag()
         bound = bind("127.0.0.1" if host.startswith("127.") else "0.0.0.0", 0)
-        self._server = HttpServer(self._respond, "channel-server", bound)
+        routes = [Route("/{method}", self._respond, methods=["POST"])]
+        self._server = HttpServer(Starlette(routes=routes), "channel-server", bound)
         self._threads = concurrent.futures.ThreadPoolExecutor(_NUM_THREADS, "channel-handler")
         self.endpoint = Endpoint(f"{host}:{self._server.port}", token)
-
-    def start(self) -> "ChannelServer":
-        """Start listening; return self."""
         self._server.start()
-        return self
 
     def close(self) -> None:
         """Stop listening; give unfinished requests a short time to end."""
         self._server.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _respond(self, scope: Any, receive: Any, send: Any) -> None:
-        """Handle one request, as an ASGI application."""
-        if scope["type"] != "http":
-            return
-        status, body = await self._result(scope, receive)
-        headers = [(b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+    async def _respond(self, request: Any) -> Any:
+        """Return the HTTP response to an HTTP request."""
+        from starlette.responses import Response
 
-    async def _result(self, scope: Any, receive: Any) -> tuple[int, bytes]:
-        headers = dict(scope["headers"])
+        headers = request.headers
         # Checked before the body is read: a sender without the token must not fill the memory.
-        given, wanted = headers.get(b"authorization", b""), f"Bearer {self.endpoint.token}"
-        if not hmac.compare_digest(given, wanted.encode()):
-            return 401, b"wrong token. Start the same command on every machine"
-        handler = self._handlers.get(scope["path"].strip("/"))
-        if handler is None or scope["method"] != "POST":
-            return 404, b"no such method. Install the same version on every machine"
-        if int(headers.get(b"content-length", b"0")) > MAX_REQUEST_BYTES:
-            return 400, f"a request may have {MAX_REQUEST_BYTES:,} bytes".encode()
-        chunks, message = [], {"more_body": True}
-        while message.get("more_body"):
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return 503, b""
-            chunks.append(message.get("body", b""))
+        given, wanted = headers.get("authorization", ""), f"Bearer {self.endpoint.token}"
+        if not hmac.compare_digest(given.encode(), wanted.encode()):
+            return Response("wrong token. Start the same command on every machine", 401)
+        if not self.handlers:
+            return Response("the trainer is starting, or has failed; its output has the cause", 503)
+        handler = self.handlers.get(request.path_params["method"])
+        if handler is None:
+            return Response("no such method. Install the same version on every machine", 404)
+        if int(headers.get("content-length", "0")) > MAX_REQUEST_BYTES:
+            return Response(f"a request may have {MAX_REQUEST_BYTES:,} bytes", 400)
+        body = await request.body()
         try:
             loop = asyncio.get_running_loop()
-            return 200, await loop.run_in_executor(self._threads, handler, b"".join(chunks))
-        except asyncio.CancelledError:
-            return 503, b""
+            return Response(await loop.run_in_executor(self._threads, handler, body))
         except (*_STATUS,) as error:
-            kind = next(kind for kind in _STATUS if isinstance(error, kind))
-            return _STATUS[kind], str(error).encode()
+            status = next(status for kind, status in _STATUS.items() if isinstance(error, kind))
+            return Response(str(error), status)
         except Exception as error:  # broad: the trainer's thread raises it
             self.failure.fail("channel-server", error)
-            return 500, f"the trainer failed: {type(error).__name__}: {error}".encode()
+            return Response(f"the trainer failed: {type(error).__name__}: {error}", 500)
 
 
 class Channel:
@@ -168,8 +149,9 @@ class Channel:
 
         Raises:
             Unreachable: no response arrived; the message has the address and the cause.
-            ChannelError: the token is wrong, or another program answers.
-            Rewind, RunEnded: raised by the handler. Refused: it raised a ValueError.
+            Refused: the token is wrong, the handler raised a ValueError, or another program
+                answers.
+            Rewind, RunEnded: raised by the handler.
         """
         import urllib3
 
@@ -180,24 +162,14 @@ class Channel:
                 "POST", f"http://{address}/{method}", body=body, headers=headers
             )
         except urllib3.exceptions.HTTPError as error:
-            self._endpoint = None
-            raise Unreachable(f"{address}: {_brief(error)}") from error
+            self._endpoint, cause = None, error
+            while (inner := cause.__cause__ or cause.__context__) is not None:
+                cause = inner
+            raise Unreachable(f"{address}: {type(cause).__name__}: {cause}"[:300]) from error
         if response.status == 200:
             return response.data
         text = response.data[:500].decode(errors="replace")
-        if response.status in (500, 503):
+        kind = _ERRORS.get(response.status, Refused)
+        if kind is Unreachable:
             self._endpoint = None
-            raise Unreachable(f"{address}: {text or 'not ready'}")
-        if (kind := _ERRORS.get(response.status)) is not None:
-            raise kind(text)
-        raise ChannelError(
-            f"{address} answers HTTP {response.status} to {method!r} ({text}): another run, "
-            "another program or another version of tba_jax listens there"
-        )
-
-
-def _brief(error: BaseException) -> str:
-    """Return the innermost cause of an error, which urllib3 wraps in several exceptions."""
-    while (inner := error.__cause__ or error.__context__) is not None:
-        error = inner
-    return f"{type(error).__name__}: {error}"[:200]
+        raise kind(f"{address}: {text or f'HTTP {response.status} to {method!r}'}")

@@ -5,27 +5,10 @@ Invariant: evaluations finish in the order of their requests, and each is comput
 its shards (tests/remote/test_owner.py).
 """
 
-import dataclasses
 import threading
-from typing import Any, NamedTuple
+from typing import Any
 
 from tba_jax.flow.tickets import EvaluationResult, EvaluationShard, EvaluationTicket
-
-
-class Finished(NamedTuple):
-    """Evaluation of the weights of `version`."""
-
-    version: int
-    evaluation: Any
-
-
-@dataclasses.dataclass
-class _Evaluation:
-    """An evaluation in progress; the shards without a result, by the number of their prompts."""
-
-    version: int
-    missing: dict[int, EvaluationTicket]
-    shards: list[EvaluationShard] = dataclasses.field(default_factory=list)
 
 
 class EvaluationQueue:
@@ -38,26 +21,30 @@ class EvaluationQueue:
     def __init__(self, evaluator: Any) -> None:
         self._evaluator = evaluator
         self._lock, self._merging = threading.Lock(), threading.Lock()
-        self._requested: list[_Evaluation] = []
+        # By version, in the order of the requests: tickets without a result, by first prompt.
+        self._missing: dict[int, dict[int, EvaluationTicket]] = {}
+        self._shards: dict[int, list[EvaluationShard]] = {}
         self._taken: dict[int, tuple[int, int]] = {}  # searcher -> version and first prompt
-        self._finished: list[Finished] = []
+        self._finished: list[tuple[int, Any]] = []
 
     def request(self, version: int) -> None:
         """Request the evaluation of a version; its weights must stay available."""
         missing = {ticket.first: ticket for ticket in self._evaluator.tickets(version)}
         with self._lock:
-            self._requested.append(_Evaluation(version, missing))
+            self._missing.setdefault(version, missing)
+            self._shards.setdefault(version, [])
 
     def take(self, searcher: int) -> EvaluationTicket | None:
         """Return a shard for a searcher; None if there is none, or the searcher has one."""
         with self._lock:
+            if not self._missing or searcher in self._taken:
+                return None
             busy = set(self._taken.values())
-            for evaluation in self._requested if searcher not in self._taken else ():
-                for first, ticket in evaluation.missing.items():
-                    if (evaluation.version, first) not in busy:
-                        self._taken[searcher] = evaluation.version, first
-                        return ticket
-            return None
+            tickets = [each for missing in self._missing.values() for each in missing.values()]
+            ticket = next((x for x in tickets if (x.version, x.first) not in busy), None)
+            if ticket is not None:
+                self._taken[searcher] = ticket.version, ticket.first
+            return ticket
 
     def put(self, searcher: int, result: EvaluationResult) -> None:
         """Accept the result of a shard; without a result, another searcher may take the shard."""
@@ -65,21 +52,26 @@ class EvaluationQueue:
         with self._lock:
             if self._taken.get(searcher) == (version, first):
                 del self._taken[searcher]
-            for evaluation in self._requested:
-                if evaluation.version == version and first in evaluation.missing:
-                    ticket = evaluation.missing.pop(first)
-                    if shard is not None:
-                        evaluation.shards.append(shard)
-                    else:  # no weights: the shard goes to the end
-                        evaluation.missing[first] = ticket
-                    break  # else another searcher was faster
+            missing = self._missing.get(version, {})
+            ticket = missing.pop(first, None)
+            if ticket is None:
+                return  # another searcher was faster
+            if shard is None:  # no weights: the shard goes to the end
+                missing[first] = ticket
+                return
+            self._shards[version].append(shard)
         with self._merging:
-            while self._requested and not self._requested[0].missing:
-                first_one = self._requested[0]
-                evaluation = self._evaluator.merge(first_one.shards)  # may take seconds
+            while (complete := self._complete()) is not None:
+                evaluation = self._evaluator.merge(self._shards[complete])  # may take seconds
                 with self._lock:
-                    self._finished.append(Finished(first_one.version, evaluation))
-                    self._requested.remove(first_one)
+                    self._finished.append((complete, evaluation))
+                    del self._missing[complete], self._shards[complete]
+
+    def _complete(self) -> int | None:
+        """Return the version that was requested first, if it has all of its shards."""
+        with self._lock:
+            version, missing = next(iter(self._missing.items()), (None, None))
+            return None if missing else version
 
     def lose(self, searcher: int) -> None:
         """Let another searcher work on the shard of this one."""
@@ -90,16 +82,16 @@ class EvaluationQueue:
     def versions(self) -> tuple[int, ...]:
         """Policy versions under evaluation, whose weights are still needed."""
         with self._lock:
-            return tuple(each.version for each in self._requested)
+            return tuple(self._missing)
 
     @property
     def num_missing(self) -> int:
         """Number of shards without a result."""
         with self._lock:
-            return sum(len(each.missing) for each in self._requested)
+            return sum(map(len, self._missing.values()))
 
-    def poll(self) -> list[Finished]:
-        """Return the evaluations that finished since the last call."""
+    def poll(self) -> list[tuple[int, Any]]:
+        """Return version and result of the evaluations that finished since the last call."""
         with self._lock:
             found, self._finished = self._finished, []
             return found
@@ -108,4 +100,6 @@ class EvaluationQueue:
         """Cancel the evaluations of which no shard has been taken."""
         with self._lock:
             begun = {version for version, _ in self._taken.values()}
-            self._requested = [x for x in self._requested if x.shards or x.version in begun]
+            for version in [v for v, shards in self._shards.items() if not shards]:
+                if version not in begun:
+                    del self._missing[version], self._shards[version]

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """HTTP server of an ASGI application, on a separate thread."""
 
+import functools
 import logging
 import socket
+import threading
+import time
 from collections.abc import Awaitable, Callable
 from typing import Any
-
-from tba_jax.devices.worker import StopFlag, Worker
 
 Application = Callable[[Any, Any, Any], Awaitable[None]]
 """An ASGI application: (scope, receive, send)."""
@@ -16,7 +17,7 @@ _STOP_S = 10.0
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to an address.
+    """Return a socket that listens at an address.
 
     Args:
         port: port; 0: any free port.
@@ -24,14 +25,11 @@ def bind(host: str, port: int) -> socket.socket:
     Raises:
         OSError: the port is in use, not permitted, or no port number.
     """
-    found = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        found.bind((host, port))
-    except (OSError, OverflowError) as error:
-        found.close()
-        raise OSError(str(error)) from error
-    return found
+    if not 0 <= port < 2**16:
+        raise OSError("a port is a number from 0 to 65535")
+    return socket.create_server(
+        (host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET
+    )
 
 
 class HttpServer:
@@ -47,7 +45,7 @@ class HttpServer:
     def __init__(self, application: Application, name: str, bound: socket.socket) -> None:
         import uvicorn  # slow; runs of one process need no server
 
-        self._name, self._socket, self.port = name, bound, bound.getsockname()[1]
+        self._socket, self.port = bound, bound.getsockname()[1]
         logging.getLogger("uvicorn.error").setLevel(logging.CRITICAL)
         self._server = uvicorn.Server(
             uvicorn.Config(
@@ -60,13 +58,8 @@ class HttpServer:
                 timeout_graceful_shutdown=1,
             )
         )
-        self._stop = StopFlag()
-        self._worker = Worker(name, self._serve, self._stop)
-
-    def _serve(self) -> bool:
-        self._server.run(sockets=[self._socket])
-        self._stop.set()
-        return True
+        run = functools.partial(self._server.run, sockets=[bound])
+        self._thread = threading.Thread(target=run, name=name, daemon=True)
 
     def start(self) -> None:
         """Start the thread that accepts requests.
@@ -74,19 +67,19 @@ class HttpServer:
         Raises:
             TimeoutError: the server did not start in time.
         """
-        self._worker.start()
-        for _ in range(int(_START_S / 0.01)):
-            self._stop.check()
-            if self._server.started:
-                return
-            self._stop.wait(0.01)
-        raise TimeoutError(
-            f"the {self._name} did not start within {_START_S:.0f} s: the machine is overloaded. "
-            "Run the same command again"
-        )
+        self._thread.start()
+        deadline = time.monotonic() + _START_S
+        while not self._server.started:
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"the {self._thread.name} did not start within {_START_S:.0f} s: the machine "
+                    "is overloaded. Run the same command again"
+                )
+            time.sleep(0.01)
 
     def close(self) -> None:
         """Stop listening; give unfinished requests a short time to end."""
         self._server.should_exit = True
-        self._worker.join(_STOP_S)
+        if self._thread.is_alive():
+            self._thread.join(_STOP_S)
         self._socket.close()

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Owner: tickets, evaluations and steps of a run, in the process that has the replay buffer.
 
-Four methods: `take` tickets, `put` results, `beat`, and `step` for a plan and a batch. Searchers of
-this process hold the object; every other process holds a `Client` with the same methods. A searcher
-that exceeds the heartbeat timeout is lost: its open tickets are issued again, with the same prompt
-and random key. The first result of a ticket counts; later ones are dropped as duplicates.
+Four methods: `take` tickets, `put` results, `beat`, and `step` for a plan with its batch. Searchers
+of this process hold the object; every other process holds a `Client` with the same methods. A
+searcher that exceeds the heartbeat timeout is lost: its open tickets are issued again, with the
+same prompt and random key. The first result of a ticket counts; later ones are duplicates.
 
 Which tickets may begin: with driver=sync, as many as the trainer allows, with its newest version;
 with driver=async, those whose responses can still be drawn within `replay.max_staleness`.
@@ -20,7 +20,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -28,30 +28,22 @@ from tba_jax.flow.state import PartState
 from tba_jax.flow.tickets import (
     DecodeCounts,
     EvaluationResult,
-    EvaluationTicket,
     Report,
     Result,
     Ticket,
     check_result,
 )
 from tba_jax.flow.trajectory import Prompt
-from tba_jax.remote.channel import HEARTBEAT_S, Handler, NotReady, Rewind, RunEnded
+from tba_jax.remote.channel import HEARTBEAT_S, Handler, Rewind, RunEnded
 from tba_jax.remote.evaluation_queue import EvaluationQueue
-from tba_jax.remote.messages import (
-    Decision,
-    Heartbeat,
-    Request,
-    Response,
-    decode,
-    encode,
-)
+from tba_jax.remote.messages import Plan, Request, Response, Work, decode, encode
 from tba_jax.remote.steps import Steps
 from tba_jax.replay.buffer import ReplayBuffer
 
 # Size of the results that are not merged yet, above which no ticket begins.
 _MOST_BYTES = 64 * 2**20
-# Maximum rate of requests from all searchers without work, in requests per second; a single
-# searcher waits at least _RETRY_S seconds between two requests.
+# Maximum rate of requests from all searchers without work, in requests per second; a single process
+# waits at least _RETRY_S seconds between two requests.
 _MAX_REQUESTS_PER_S = 400.0
 _RETRY_S = 0.02
 # Attributes of an owner that a checkpoint has.
@@ -87,23 +79,15 @@ class OwnerSettings(NamedTuple):
 
 @dataclasses.dataclass
 class _Searcher:
-    """A searcher of the run; `idle_s` includes `idle_before_s` of earlier processes."""
+    """A searcher; `idle_s` includes `idle_before_s` of earlier processes."""
 
     host: str = ""
     state: str = "absent"  # or connected, or lost
     joins: int = 0
-    groups: int = 0
-    staleness: int = 0  # summed over the groups
     idle_s: float = 0.0
     idle_before_s: float = 0.0
-    wants_stop: bool = False
     last_message_s: float = 0.0
     place: str = ""  # of the process that runs the searcher
-    answered: tuple[Any, bytes] = (None, b"")  # its last request, and the response
-
-    @property
-    def is_connected(self) -> bool:
-        return self.state == "connected"
 
 
 class Owner:
@@ -148,6 +132,8 @@ class Owner:
         self._lock = threading.RLock()
         self._searchers = [_Searcher() for _ in range(settings.num_searchers)]
         self._epoch, self._num_joins = uuid.uuid4().hex, 0
+        self._answers: dict[str, tuple[int, bytes]] = {}  # place -> last request and its response
+        self._stop_signals = False  # whether a process that only searches received one
         self._next = 0  # number of the next new ticket
         self._again: list[int] = []  # heap of numbers that were lost
         self._open: dict[int, int] = {}  # number of a ticket -> searcher
@@ -162,7 +148,7 @@ class Owner:
 
     # The four methods.
 
-    def take(self, searcher: int, free: int, version: int) -> list[Ticket] | list[EvaluationTicket]:
+    def take(self, searcher: int, free: int, version: int) -> Work:
         """Return an evaluation shard for a searcher, or tickets to begin.
 
         Args:
@@ -199,25 +185,28 @@ class Owner:
             if isinstance(each, EvaluationResult):
                 self.evaluations.put(searcher, each)
 
-    def beat(self, searcher: int, heartbeat: Heartbeat) -> None:
-        """Record the metrics of a searcher; a searcher that counted as lost is back."""
+    def beat(self, searcher: int, idle_s: float, decoded: DecodeCounts) -> None:
+        """Record metrics of a searcher; a searcher that counted as lost is back.
+
+        Args:
+            idle_s: seconds without work since its process joined.
+            decoded: counts of the decode session since the last call.
+        """
         with self._lock:
             record, now = self._searchers[searcher], self._clock()
-            record.idle_s = record.idle_before_s + heartbeat.idle_s
-            record.wants_stop = heartbeat.wants_stop
-            self._decoded = self._decoded.plus(heartbeat.decoded)
-            if searcher not in self.remote_searchers:
-                return
-            if record.state == "lost":
-                silent_s = now - record.last_message_s
-                self._log(f"searcher {searcher} on {record.host} is back after {silent_s:.0f} s")
-            record.last_message_s, record.state = now, "connected"
+            record.idle_s = record.idle_before_s + idle_s
+            self._decoded = self._decoded.plus(decoded)
+            if searcher in self.remote_searchers:
+                if record.state == "lost":
+                    silent_s = now - record.last_message_s
+                    self._log(
+                        f"searcher {searcher} on {record.host} is back after {silent_s:.0f} s"
+                    )
+                record.last_message_s, record.state = now, "connected"
 
-    def step(
-        self, step: int, wants_stop: Callable[[], bool], is_publishing: Callable[[], bool]
-    ) -> Decision:
+    def step(self, step: int, wants_stop: Callable[[], bool]) -> Plan:
         """Return plan and batch of a step; see `Steps.decide`."""
-        return self.steps.decide(step, lambda: wants_stop() or self.wants_stop, is_publishing)
+        return self.steps.decide(step, lambda: wants_stop() or self.wants_stop)
 
     # Tickets.
 
@@ -272,7 +261,7 @@ class Owner:
         return self.num_under_way < limit
 
     def _accept(self, searcher: int, result: Result) -> None:
-        number, record = result.number, self._searchers[searcher]
+        number = result.number
         if number in self._again:  # its searcher was only slow
             self._again.remove(number)
             heapq.heapify(self._again)
@@ -284,8 +273,6 @@ class Owner:
         self._num_bytes += result.num_bytes
         self._num_generated += result.generated
         self.decoded_tokens += result.report.tokens
-        record.groups += 1
-        record.staleness += self._step - result.version
 
     def merge(self, step: int, most: int | None = None) -> list[Report]:
         """Move results into the buffer, in the order of their numbers, and check the ledger.
@@ -362,6 +349,14 @@ class Owner:
 
     # Searchers of other processes.
 
+    def handlers(self) -> Mapping[str, Handler]:
+        """Return the calls of other processes, by the name of their channel method."""
+        return {
+            "join": lambda data: encode(self.join(*decode(data, tuple))),
+            "search": lambda data: self.answer(decode(data, Request)),
+            "step": lambda data: self.steps.request(*decode(data, tuple)),
+        }
+
     def join(self, searchers: Sequence[int], host: str, identity: str) -> str:
         """Return the place of a process for its requests, and let it run searchers.
 
@@ -388,6 +383,7 @@ class Owner:
             for searcher in searchers:
                 self.lose(searcher)
                 record = self._searchers[searcher]
+                self._answers.pop(record.place, None)
                 record.host, record.state, record.place = host, "connected", place
                 record.last_message_s, record.idle_before_s = self._clock(), record.idle_s
                 record.joins += 1
@@ -396,39 +392,53 @@ class Owner:
             return place
 
     def answer(self, request: Request) -> bytes:
-        """Respond to a searcher of another process: `put`, `beat` and `take` in one message.
+        """Respond to the searchers of another process: `put`, `beat` and `take` in one message.
 
         Raises:
-            RunEnded: the run has ended. Rewind: the searcher joined an earlier owner.
-            ValueError: a result is invalid, or another process runs the searcher now.
+            RunEnded: the run has ended. Rewind: the process joined an earlier owner.
+            ValueError: a result is invalid, or another process runs a searcher now.
         """
-        searcher, record = request.searcher, self._searchers[request.searcher]
+        place = request.place
+
+        def is_new() -> bool:  # else the response was lost on the way: send it again
+            return self._answers.get(place, (-1, b""))[0] < request.number
+
         if self.has_ended:
             raise RunEnded("the run has ended")
-        if not request.place.startswith(self._epoch):
+        if not place.startswith(self._epoch):
             raise Rewind(
                 "the trainer was restored from a checkpoint; responses that the checkpoint does "
                 "not hold are sampled again"
             )
-        if request.place != record.place:
-            raise ValueError(f"another process, on {record.host}, runs searcher {searcher} now")
-        name = request.place, request.number
-        if record.answered[0] != name:  # else the response was lost on the way: send it again
-            self.put(searcher, request.results)
-            self.beat(searcher, request.heartbeat)
-            work = self.take(searcher, request.free, request.version) if request.free >= 0 else []
-            retry_s = max(_RETRY_S, self.num_connected / _MAX_REQUESTS_PER_S)
-            response = Response(self.version, self.evaluations.versions, retry_s, work)
-            record.answered = name, encode(response)
-        return record.answered[1]
+        for mail in request.mails:
+            if (record := self._searchers[mail.searcher]).place != place:
+                raise ValueError(
+                    f"another process, on {record.host}, runs searcher {mail.searcher} now"
+                )
+        for mail in request.mails if is_new() else ():
+            self.put(mail.searcher, mail.results)  # may take seconds; twice is harmless
+        with self._lock:
+            if is_new():
+                self._stop_signals = self._stop_signals or request.wants_stop
+                for mail in request.mails:
+                    self.beat(mail.searcher, mail.idle_s, mail.decoded)
+                work = tuple(
+                    self.take(mail.searcher, mail.free, mail.version) if mail.free >= 0 else []
+                    for mail in request.mails
+                )
+                retry_s = max(_RETRY_S, len(self._answers) / _MAX_REQUESTS_PER_S)
+                response = Response(self.version, self.evaluations.versions, retry_s, work)
+                self._answers[place] = request.number, encode(response)
+            return self._answers[place][1]
 
     def lose_silent(self) -> bool:
         """Count searchers over the heartbeat timeout as lost; return whether any was lost."""
         with self._lock:
             now, found = self._clock(), False
-            for searcher, record in enumerate(self._searchers):
+            for searcher in self.remote_searchers:
+                record = self._searchers[searcher]
                 silent_s = now - record.last_message_s
-                if record.is_connected and silent_s > HEARTBEAT_S:
+                if record.state == "connected" and silent_s > HEARTBEAT_S:
                     self._log(
                         f"searcher {searcher} on {record.host} is lost: no message for "
                         f"{silent_s:.0f} s. Its {len(self._open_of(searcher))} open tickets are "
@@ -441,7 +451,7 @@ class Owner:
     def lose(self, searcher: int) -> None:
         """Issue the open tickets of a searcher again; its process has ended or is silent."""
         record = self._searchers[searcher]
-        if not record.is_connected:
+        if record.state != "connected":
             return
         record.state = "lost"
         self._num_searchers_lost += 1
@@ -458,27 +468,20 @@ class Owner:
     @property
     def wants_stop(self) -> bool:
         """Whether another process of the run received a stop signal."""
-        with self._lock:
-            searchers = any(each.wants_stop and each.is_connected for each in self._searchers)
-        return searchers or (self.steps is not None and self.steps.wants_stop)
-
-    @property
-    def num_connected(self) -> int:
-        """Number of connected searchers of other processes."""
-        return sum(each.is_connected for each in self._searchers)
+        return self._stop_signals or (self.steps.wants_stop)
 
     @property
     def absent(self) -> list[int]:
         """IDs of the searchers of other processes that no process runs."""
-        return [i for i in self.remote_searchers if not self._searchers[i].is_connected]
+        return [i for i in self.remote_searchers if self._searchers[i].state != "connected"]
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the searchers of other processes by name."""
         with self._lock:
-            hosts = {each.host for each in self._searchers if each.is_connected}
+            connected = [each for each in self._searchers if each.state == "connected"]
             counts = {
-                "hosts": len(hosts),
-                "searchers": self.num_connected,
+                "hosts": len({each.host for each in connected}),
+                "searchers": len(connected),
                 "slots": len(self.remote_searchers),
                 "joins": sum(each.joins for each in self._searchers),
                 "searchers_lost": self._num_searchers_lost,
@@ -486,17 +489,6 @@ class Owner:
                 "duplicates": self._num_duplicates,
             }
         return {f"fleet/{name}": float(count) for name, count in counts.items()}
-
-    def searchers(self) -> list[dict[str, Any]]:
-        """Return one row for each searcher of another process, for the report."""
-        names = ("host", "state", "joins", "groups", "idle_s")
-        rows = []
-        for i in self.remote_searchers:
-            record = self._searchers[i]
-            mean = record.staleness / record.groups if record.groups else None
-            row = {name: getattr(record, name) for name in names}
-            rows.append({"searcher": i, **row, "staleness_mean": mean})
-        return rows
 
     @property
     def idle_s(self) -> list[float]:
@@ -530,23 +522,3 @@ class Owner:
                 setattr(self, name, state.meta[name])
             for record, idle_s in zip(self._searchers, state.meta["idle_s"], strict=False):
                 record.idle_s = record.idle_before_s = idle_s
-
-
-def owner_handlers(owner: Callable[[], Owner | None]) -> Mapping[str, Handler]:
-    """Return the channel handlers of an owner: messages of other processes, as calls.
-
-    Args:
-        owner: returns the owner; None before there is one.
-    """
-
-    def ready() -> Owner:
-        found = owner()
-        if found is None:
-            raise NotReady("the trainer is starting, or has failed; its output has the cause")
-        return found
-
-    return {
-        "join": lambda data: encode(ready().join(*decode(data, tuple))),
-        "search": lambda data: ready().answer(decode(data, Request)),
-        "step": lambda data: ready().steps.request(*decode(data, tuple)),
-    }

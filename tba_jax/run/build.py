@@ -23,6 +23,7 @@ from tba_jax.flow.layout import Batch
 from tba_jax.flow.tickets import Ticket
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models import lora
+from tba_jax.remote.channel import ChannelServer
 from tba_jax.remote.client import Client
 from tba_jax.remote.evaluation_queue import EvaluationQueue
 from tba_jax.remote.owner import Owner, OwnerSettings
@@ -32,7 +33,7 @@ from tba_jax.report.progress import ProgressDisplay
 from tba_jax.run import model_parts, task_parts
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.object_store import storage_of, upload
-from tba_jax.run.peers import OwnerServer, Peer
+from tba_jax.run.peers import Peer
 from tba_jax.run.records import Logs
 from tba_jax.run.run_state import Run
 from tba_jax.run.shared import (
@@ -117,7 +118,7 @@ def build(
             num_given = sum(len(ticket.responses) for ticket in given)
             progress.note(f"{num_given:,} given responses come first, in {len(given):,} groups")
         prompts = Prompts(reader, config.seed).from_number
-        owner = _make_owner(shared, buffer, prompts, evaluations, given, progress.note)
+        owner = _make_owner(shared, buffer, prompts, evaluations, weights, given, progress.note)
     run = Run(
         shared=shared,
         checkpoints=checkpoints,
@@ -129,7 +130,7 @@ def build(
         owner=owner,
         searchers=tuple(Searcher(each, owner) for each in parts) if owner else (),
         logs=Logs(shared.workdir, cluster.is_primary, progress, writers),
-        server=link if isinstance(link, OwnerServer) else None,
+        server=link if isinstance(link, ChannelServer) else None,
         client=link if isinstance(link, Client) else None,
     )
     run.restore(step)
@@ -257,6 +258,7 @@ def _make_owner(
     buffer: ReplayBuffer,
     prompts: Callable[[int], tuple[int, Prompt]],
     evaluations: EvaluationQueue,
+    weights: Weights | WeightFolder,
     given: Sequence[Ticket],
     note: Callable[[str], None],
 ) -> Owner:
@@ -269,7 +271,7 @@ def _make_owner(
         sync_period=config.sync_period,
         checkpoint_period=config.checkpoint.period,
         # Without newer weights a bound would admit no tickets, and no step would follow.
-        needs_versions=max_staleness > 0,
+        is_publishing=None if max_staleness else lambda: weights.is_publishing,
         processes=shared.cluster.members[1:],
         timeout_s=config.log.watchdog_s,
     )

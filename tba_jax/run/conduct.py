@@ -138,7 +138,7 @@ def write_report_json(run: Run) -> dict[str, Any]:
     }
     if metrics := run.fleet_metrics():
         figures = {name.removeprefix("fleet/"): value for name, value in metrics.items()}
-        report["fleet"] = {**figures, "by_searcher": owner.searchers()}
+        report["fleet"] = figures
     report = jsonable(report)
     path = run.shared.workdir / "report.json"
     try:

@@ -30,11 +30,11 @@ from tba_jax.config.schema import Config
 from tba_jax.devices.cluster import Address, PeerError, peer_errors
 from tba_jax.devices.config import parse_resources
 from tba_jax.devices.worker import StopFlag
-from tba_jax.remote.channel import HEARTBEAT_S, Channel, Endpoint, Unreachable
+from tba_jax.remote.channel import HEARTBEAT_S, Channel, ChannelServer, Endpoint, Unreachable
 from tba_jax.remote.client import Client
 from tba_jax.run.errors import FleetError, UserError
 from tba_jax.run.lock import Hold
-from tba_jax.run.peers import OwnerServer, connect, start_cluster
+from tba_jax.run.peers import connect, start_cluster
 from tba_jax.run.workdir import Outcome
 from tba_jax.storage.whole_files import read_json, write_json
 
@@ -66,7 +66,6 @@ class TrainerProcess:
         config: Config,
         workdir: Path,
         token: str,
-        num_restarts: int,
         number: int,
         *addresses: str,
     ) -> Outcome:
@@ -74,7 +73,6 @@ class TrainerProcess:
 
         Args:
             token: bearer token of the run's channel.
-            num_restarts: how often the driver has restarted the trainer.
             number: number of this process in the trainer group; process 0 owns the buffer.
             addresses: addresses of all members; Ray waits for them before this call.
 
@@ -87,7 +85,7 @@ class TrainerProcess:
         if number == 0:
             import ray.util
 
-            server = OwnerServer(token, ray.util.get_node_ip_address(), num_restarts)
+            server = ChannelServer(token, ray.util.get_node_ip_address())
             write_json(workdir / OWNER, {"address": server.endpoint.address})
         cluster = start_cluster(config, Address(addresses[0], len(addresses), number))
         link = connect(config, cluster, range(cluster.num_processes), server)
@@ -138,7 +136,7 @@ class SearcherProcess:
         client = Client(channel, name, timeout_s=math.inf, log=_print)
         try:
             while True:
-                search(shared, parts, weights, client, stop=StopFlag())
+                search(shared.identity, parts, weights, client, stop=StopFlag())
                 time.sleep(_ENDED_S)
         finally:
             shared.rewards.close()
@@ -270,7 +268,7 @@ class _Fleet:
         hosts = config.fleet.trainer_hosts
         _print(f"waiting for {hosts} x {config.fleet.trainer} for the trainer (fleet.trainer)")
         self._group = placement_group([bundle] * hosts, strategy="SPREAD")
-        self._is_interrupted, self._num_restarts = False, 0
+        self._is_interrupted = False
         self._failures: Counter[tuple[str, int]] = Counter()
         self._trainers: list[Any] = []  # actors; empty until the placement group is ready
         self._training: list[Any] = []  # calls of `run` of the trainers
@@ -327,7 +325,7 @@ class _Fleet:
         # Run only when all are placed: `jax.distributed` waits a few minutes only.
         addresses = [each.address.remote() for each in self._trainers]
         self._training = [
-            each.run.remote(*self._arguments, self._num_restarts, number, *addresses)
+            each.run.remote(*self._arguments, number, *addresses)
             for number, each in enumerate(self._trainers)
         ]
 
@@ -366,7 +364,6 @@ class _Fleet:
         why = "out of memory" if "out of memory" in str(cause).lower() else "its process ended"
         add_failure(self._failures, "the trainer", step, why)
         _print(f"the trainer died ({why}). Restarting the trainer from {at}; searchers wait")
-        self._num_restarts += 1
         self._start_trainer()
 
     def _newest_step(self) -> int:

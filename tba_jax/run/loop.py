@@ -31,7 +31,7 @@ from tba_jax.flow.layout import Batch
 from tba_jax.flow.tickets import Report, summarise
 from tba_jax.flow.trajectory import Draw
 from tba_jax.remote.channel import HEARTBEAT_S
-from tba_jax.remote.messages import Heartbeat, StepPlan
+from tba_jax.remote.messages import Plan
 from tba_jax.run.errors import StarvedError, Watchdog
 from tba_jax.run.run_state import Run
 from tba_jax.run.search_process import POLL_S, search, search_workers, stop_workers
@@ -89,7 +89,7 @@ class Loop:
     """
 
     def __init__(self, run: Run, interrupted: Callable[[], bool]) -> None:
-        self.run, self.stop, self.plan = run, StopFlag(), StepPlan()
+        self.run, self.stop, self.plan = run, StopFlag(), Plan()
         self._is_sync, self._interrupted = run.config.driver == "sync", interrupted
         self._newest_eval = run.evaluated.last_eval_step
         self._ended = StopFlag()  # set when the owner reports the end of the run
@@ -116,7 +116,9 @@ class Loop:
         run = self.run
         assert run.client and isinstance(run.weights, Weights), "a pod searches in memory"
         client, stop, wants_stop = run.client, self._ended, self.wants_stop
-        search(run.shared, run.parts, run.weights, client, stop=stop, wants_stop=wants_stop)
+        search(
+            run.shared.identity, run.parts, run.weights, client, stop=stop, wants_stop=wants_stop
+        )
         self._ended.set()
         while not self.stop.wait(POLL_S):  # this worker has nothing else to do
             pass
@@ -130,7 +132,7 @@ class Loop:
         reports = self.begin()
         extra: dict[str, Any] = {}  # metrics between two steps, for the next metrics line
         extras: dict[int, dict[str, Any]] = {}  # of launched steps whose results are not read
-        self.plan = StepPlan(sync=self._is_sync and not trainer.step_index % run.config.sync_period)
+        self.plan = Plan(sync=self._is_sync and not trainer.step_index % run.config.sync_period)
         while trainer.step_index < run.config.num_steps:
             self.check()
             if self.plan.sync:
@@ -157,10 +159,8 @@ class Loop:
         run = self.run
         source = run.owner or run.client
         assert source is not None, "every process has an owner or a client"
-        self.plan, batch, draws = source.step(
-            run.trainer.step_index, self.wants_stop, lambda: run.weights.is_publishing
-        )
-        return batch, draws
+        self.plan = source.step(run.trainer.step_index, self.wants_stop)
+        return self.plan.batch, self.plan.draws
 
     def _log(self, finished: Sequence[Finished], extras: dict[int, dict[str, Any]]) -> None:
         """Log steps whose results have arrived; their metrics leave `extras`."""
@@ -247,7 +247,7 @@ class OwnerLoop(Loop):
         """Let other processes join; wait for all searchers, except in a fleet."""
         run, owner = self.run, self.owner
         if run.server is not None:
-            run.server.owner = owner
+            run.server.handlers = owner.handlers()
         if run.trainer.step_index and run.evaluated.before is None:
             owner.evaluations.request(0)  # interrupted before the start model was evaluated
         if run.config.placement != "fleet" and owner.absent:
@@ -413,7 +413,7 @@ class OwnerLoop(Loop):
         if self._is_sync:
             return extra
         for searcher, (decoding, _) in zip(run.searchers, self._searching, strict=True):
-            owner.beat(searcher.index, Heartbeat(decoding.idle_total_s, searcher.decode_counts()))
+            owner.beat(searcher.index, decoding.idle_total_s, searcher.decode_counts())
         counts = owner.take_decode_counts()
         self._merged_before = owner.num_merged
         owner.note_step(run.trainer.step_index)
@@ -480,4 +480,4 @@ class OwnerLoop(Loop):
         if not has_failed:
             self.owner.has_ended = True
         elif self.run.server is not None:
-            self.run.server.owner = None
+            self.run.server.handlers = {}

@@ -16,7 +16,6 @@ from tba_jax.devices import cluster as clusters
 from tba_jax.devices.cluster import Address, Cluster
 from tba_jax.remote.channel import HEARTBEAT_S, Channel, ChannelServer, Endpoint, own_address
 from tba_jax.remote.client import Client
-from tba_jax.remote.owner import Owner, owner_handlers
 from tba_jax.run.errors import UserError
 
 
@@ -60,27 +59,12 @@ def divide_cpu(num_devices: int) -> None:
             ) from error
 
 
-class OwnerServer(ChannelServer):
-    """Channel server of the process that owns the buffer; it listens at once.
-
-    Attributes:
-        num_restarts: number of trainers of this run that were replaced before.
-        owner: set while other processes may call it.
-    """
-
-    def __init__(self, token: str, host: str, num_restarts: int = 0) -> None:
-        self.num_restarts = num_restarts
-        self.owner: Owner | None = None
-        super().__init__(owner_handlers(lambda: self.owner), token, host)
-        self.start()
-
-
-Peer = OwnerServer | Client
+Peer = ChannelServer | Client
 """Connection of a process: the owner's channel server, or a channel to the owner."""
 
 
 def connect(
-    config: Config, cluster: Cluster, trainers: Sequence[int], owner: OwnerServer | None = None
+    config: Config, cluster: Cluster, trainers: Sequence[int], owner: ChannelServer | None = None
 ) -> Peer | None:
     """Connect the processes of a job with the owner of the buffer; every process calls this.
 
@@ -96,7 +80,7 @@ def connect(
     """
     if cluster.num_processes > 1 and owner is None and cluster.number == trainers[0]:
         towards = cluster.coordinator.rpartition(":")[0]
-        owner = OwnerServer(secrets.token_hex(16), own_address(towards))
+        owner = ChannelServer(secrets.token_hex(16), own_address(towards))
     found = cluster.gather_json(None if owner is None else owner.endpoint)
     if owner is not None or cluster.num_processes == 1:
         return owner

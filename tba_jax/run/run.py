@@ -17,8 +17,9 @@ from tba_jax.config.schema import Config
 from tba_jax.devices.cluster import Cluster, peer_errors
 from tba_jax.devices.placement import divide, hosts_of
 from tba_jax.devices.worker import StopFlag
+from tba_jax.remote.channel import ChannelServer
 from tba_jax.remote.client import Client
-from tba_jax.run.peers import OwnerServer, connect, start_cluster
+from tba_jax.run.peers import connect, start_cluster
 from tba_jax.run.workdir import (
     Outcome,
     begin_run,
@@ -130,7 +131,7 @@ def run_job(
     if is_done:
         return trainers, finished_before(config, workdir) if trains else None
     link = connect(config, cluster, training)
-    if isinstance(link, OwnerServer):
+    if isinstance(link, ChannelServer):
         held.callback(link.close)
     if not trains:
         assert isinstance(link, Client), "the owner trains"
@@ -163,6 +164,7 @@ def _search(
     shared, parts, weights = open_searchers(config, workdir, searchers, cluster.alone())
     try:
         shared.rewards.check()
-        search(shared, parts, weights, link, stop=StopFlag(), wants_stop=interrupted)
+        stop = StopFlag()
+        search(shared.identity, parts, weights, link, stop=stop, wants_stop=interrupted)
     finally:
         shared.rewards.close()

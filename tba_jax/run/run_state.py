@@ -13,12 +13,12 @@ from tba_jax.config.schema import Config
 from tba_jax.devices.platform import return_free_memory
 from tba_jax.evaluation.evaluator import Evaluator
 from tba_jax.flow.state import PartState
+from tba_jax.remote.channel import ChannelServer
 from tba_jax.remote.client import Client
 from tba_jax.remote.owner import Owner
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.lock import Hold
-from tba_jax.run.peers import OwnerServer
 from tba_jax.run.records import MOST_RESPONSES, Logs, Samples
 from tba_jax.run.shared import RunClock, Shared
 from tba_jax.search.searcher import Searcher, SearchParts
@@ -78,7 +78,7 @@ class Run:
     owner: Owner | None
     searchers: tuple[Searcher, ...]
     logs: Logs
-    server: OwnerServer | None = None
+    server: ChannelServer | None = None
     client: Client | None = None
     evaluated: Evaluated = dataclasses.field(default_factory=Evaluated)
     last_saved_step: int = -1
@@ -182,10 +182,7 @@ class Run:
 
     def fleet_metrics(self) -> dict[str, float]:
         """Return metrics of the searchers of other processes by name; {} without them."""
-        if self.owner is None or self.server is None or not self.owner.remote_searchers:
-            return {}
-        restarts = float(self.server.num_restarts)
-        return {**self.owner.metrics(), "fleet/trainer_restarts": restarts}
+        return self.owner.metrics() if self.owner and self.owner.remote_searchers else {}
 
     def abort(self) -> None:
         """Release processes and threads after a failure, with a short wait for storage."""

@@ -26,7 +26,7 @@ from tba_jax.storage import digests
 NAMES = st.sampled_from(
     "config crc32c run_id run files versions eval after before step steps sync searcher version "
     "ids weights start_s end_s eval/metric train/loss staleness_histogram samples ledger kinds "
-    "host pid beat question answer prompt driver num_steps fleet by_searcher wall_s staleness "
+    "host pid beat question answer prompt driver num_steps fleet wall_s staleness "
     "economy rejected generated config_changes".split()
 )
 JSON = st.recursive(

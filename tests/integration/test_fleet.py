@@ -29,7 +29,7 @@ def test_a_fleet_loses_a_searcher_and_its_trainer_and_goes_on(tmp_path):
     assert fleet.told().count(" joined") >= 4
     assert "Restarting the trainer from the newest checkpoint (step " in fleet.told()
     report = check(fleet.workdir, 12)
-    assert {slot["state"] for slot in report["fleet"]["by_searcher"]} == {"connected"}
+    assert report["fleet"]["searchers"] == 2
     assert not [words for _, words in below(os.getpid()) if "ray" in words]
 
 

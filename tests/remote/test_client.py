@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Clients and owner merge each ticket once in random interleavings of losses."""
 
-import threading
-
 import numpy as np
 import pytest
 from fake_groups import make_prompt
@@ -10,28 +8,28 @@ from fake_tickets import IDENTITY, House, make_result, shard_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tba_jax.devices.cluster import PeerError
 from tba_jax.flow.tickets import DecodeCounts, EvaluationResult, EvaluationTicket, Ticket
-from tba_jax.remote.channel import NotReady, Refused, Rewind, RunEnded, Unreachable
+from tba_jax.remote.channel import Refused, Rewind, RunEnded, Unreachable
 from tba_jax.remote.client import Client
-from tba_jax.remote.messages import Heartbeat, Request, Response, decode, encode
-from tba_jax.remote.owner import owner_handlers
+from tba_jax.remote.messages import Mail, Request, Response, decode, encode
 
 
 class Wire:
-    """A channel to the current owner; some requests are lost before they arrive, some after."""
+    """A channel to the current owner, with the fates of the next messages; the rest arrives."""
 
-    def __init__(self, house):
-        self.fate = "arrives"
-        self._handlers = owner_handlers(lambda: house.owner)
+    def __init__(self, house, *fates):
+        self.house, self.fates = house, [*fates]
 
     def call(self, method, data):
-        if self.fate == "lost":
+        fate = self.fates.pop(0) if self.fates else "arrives"
+        if fate == "lost" or self.house.owner is None:
             raise Unreachable("no answer in 10 s")
         try:
-            answer = self._handlers[method](data)
+            answer = self.house.owner.handlers()[method](data)
         except ValueError as error:
             raise Refused(str(error)) from error
-        if self.fate == "answer lost":
+        if fate == "answer lost":
             raise Unreachable("no answer in 10 s")
         return answer
 
@@ -39,115 +37,133 @@ class Wire:
 class Process:
     """A process of one searcher: it begins what it takes, and ends it in some order."""
 
-    def __init__(self, house, searcher):
-        self.house, self.searcher = house, searcher
-        self.wire = Wire(house)
+    def __init__(self, house, searcher=0, timeout_s=1e9):
+        self.house, self.searcher, self.wire = house, searcher, Wire(house)
         self.is_dismissed = False
+        self.meanwhile = lambda: None  # what happens between two attempts
         self.client = Client(
-            self.wire, "a", timeout_s=1e6, clock=lambda: house.now, log=house.lines.append
+            self.wire,
+            "a",
+            timeout_s=timeout_s,
+            clock=lambda: house.now,
+            sleep=self.sleep,
+            log=house.lines.append,
         )
         self.join()
 
+    def sleep(self, wait_s):
+        self.house.now += wait_s
+        self.meanwhile()
+
     def join(self):
-        self.wire.fate = "arrives"
         self.client.join((self.searcher,), IDENTITY)
         self.begun = []
 
-    def work(self, fate, choice):
-        """Take and finish tickets; a process whose place was taken ends."""
+    def work(self, choice=0, *fates):
+        """Take and finish tickets; a process whose searcher runs elsewhere now ends."""
         client, searcher, free = self.client, self.searcher, max(0, 3 - len(self.begun))
-        self.wire.fate = fate
+        for each in [] if self.is_dismissed else client.take(searcher, free, 0):
+            if isinstance(each, Ticket):
+                self.begun.append(each.number)
+                continue
+            shard = shard_of(each, f"searcher {searcher}") if choice % 5 else None
+            client.put(searcher, [EvaluationResult(each.version, each.first, shard)])
+        if self.begun and choice % 3 and not self.is_dismissed:
+            number = self.begun.pop(choice // 3 % len(self.begun))
+            client.put(searcher, [make_result(number, searcher=searcher)])
+        self.wire.fates = [*fates]
         try:
-            for each in [] if self.is_dismissed else client.take(searcher, free, 0):
-                if isinstance(each, Ticket):
-                    self.begun.append(each.number)
-                    continue
-                shard = shard_of(each, f"searcher {searcher}") if choice % 5 else None
-                client.put(searcher, [EvaluationResult(each.version, each.first, shard)])
-            if self.begun and choice % 3 and not self.is_dismissed:
-                number = self.begun.pop(choice // 3 % len(self.begun))
-                client.put(searcher, [make_result(number, searcher=searcher)])
             if not self.is_dismissed:
-                client.beat(searcher, Heartbeat())
+                client.exchange(lambda: None)
         except Rewind:
             self.join()
-        except (RunEnded, Refused):
+        except (RunEnded, PeerError):
             self.is_dismissed = True
 
 
 def test_messages_come_back_as_they_were_and_damaged_ones_are_refused():
     ticket = EvaluationTicket(4, 8, ())
     shards = [EvaluationResult(4, 8, shard_of(ticket, "a")), EvaluationResult(4, 9, None)]
-    results = (make_result(3), *shards, make_result(4))
-    data = encode(Request("p", 1, 2, 3, 4, Heartbeat(1.5, wants_stop=True), results))
+    mail = Mail(1, 3, 4, 1.5, results=(make_result(3), *shards, make_result(4)))
+    data = encode(Request("p", 1, True, (mail,)))
     found = decode(data, Request)
-    assert encode(found) == data and list(found.results[1:3]) == shards
-    assert found.heartbeat == Heartbeat(1.5, wants_stop=True)
-    given = Ticket(1, make_prompt(5), (np.array([5, 6], np.int32), np.array([7], np.int32)))
-    work = (Ticket(9, make_prompt(4)), given)
-    first, second = decode(encode(Response(1, (2,), 0.5, work)), Response).work
-    assert (first.number, first.responses) == (9, ()) and second.number == 1
-    assert [y.tolist() for y in second.responses] == [[5, 6], [7]]
-    for prompt, wanted in zip((first.prompt, second.prompt), map(make_prompt, (4, 5)), strict=True):
-        assert (prompt.prompt_id, prompt.text) == (wanted.prompt_id, wanted.text)
-        assert prompt.columns == wanted.columns
-        np.testing.assert_array_equal(prompt.tokens, wanted.tokens)
-    for wrong in (data[:-40], encode(Heartbeat()), b""):
+    assert encode(found) == data and list(found.mails[0].results[1:3]) == shards
+    assert (found.number, found.wants_stop, found.mails[0].idle_s) == (1, True, 1.5)
+    columns = {"answer": 2**70, "text": "a\ud800", "of": {"b": [None, True, 0.5]}}
+    prompt = make_prompt(4)
+    given = Ticket(1, prompt, (np.array([5, 6], np.int32), np.array([], np.int32)))
+    work = decode(encode(Response(1, (2,), 0.5, ([given], [ticket])))).work
+    assert work[1] == [ticket] and work[0][0].number == 1
+    for y, expected in zip(work[0][0].responses, given.responses, strict=True):
+        np.testing.assert_array_equal(y, expected)
+        assert y.dtype == expected.dtype
+    again = work[0][0].prompt
+    assert (again.text, again.columns) == (prompt.text, prompt.columns)
+    np.testing.assert_array_equal(again.tokens, prompt.tokens)
+    assert decode(encode(columns)) == columns
+    for wrong in (data[:-40], encode(ticket), b""):
         with pytest.raises(ValueError, match="damaged in transit or sent by another version"):
             decode(wrong, Request)
 
 
-def test_counts_of_a_lost_request_are_sent_again_and_once():
+def test_a_request_is_repeated_until_it_is_answered_and_counts_once():
     house = House(1)
-    process = Process(house, 0)
+    process = Process(house)
     counts, total = DecodeCounts(4, 3, 2, 1), DecodeCounts()
-    for fate in ("lost", "answer lost", "arrives", "arrives"):
-        process.client.beat(0, Heartbeat(decoded=counts))
-        house.now += 3.0
-        process.work(fate, 0)
+    for fates in (("lost", "answer lost"), ("answer lost", "answer lost"), ()):
+        process.client.beat(0, 1.0, counts)
         total = total.plus(counts)
+        house.now += 3.0
+        process.work(1, *fates)
     assert house.owner.take_decode_counts() == total
+    assert process.begun == [2] and house.owner.num_under_way == 4
 
 
-def test_an_owner_that_is_slow_for_40_s_is_one_clear_line():
+def test_an_absence_of_the_trainer_loses_no_result_and_ends_no_searcher():
+    """20 minutes, by a clock that jumps; the searcher finishes what it has meanwhile."""
     house = House(1)
-    process = Process(house, 0)
-    process.work("arrives", 0)
-    lines = len(house.lines)
-    for _ in range(4):
-        house.now += 10.0
-        process.work("lost", 0)
-    house.now += 1.0
-    process.work("arrives", 0)
-    process.work("arrives", 1)
-    (line,) = house.lines[lines:]
-    assert line.startswith("searcher 0 had no response from the trainer for 41 s; its finished")
+    process = Process(house)
+    process.work()
+    process.work()
+    owner, house.owner = house.owner, None
+    start_s = house.now
 
+    def meanwhile():
+        house.now += 60.0
+        if house.now - start_s > 120 and process.begun:
+            process.client.put(0, [make_result(process.begun.pop(0))])
+        if house.now - start_s > 1200:
+            house.owner = owner
 
-def test_decoding_continues_while_a_request_hangs():
-    house = House(1)
-    process, answers = Process(house, 0), threading.Event()
-    send = process.wire.call
-    process.wire.call = lambda method, data: answers.wait(30.0) and send(method, data)
+    process.meanwhile = meanwhile
     house.now += 3.0
-    beat = threading.Thread(target=process.client.beat, args=(0, Heartbeat()), daemon=True)
-    beat.start()
-    assert process.client.take(0, 3, 0) == []  # at once
-    assert beat.is_alive()
-    answers.set()
-    beat.join(10.0)
-    house.now += 1.0
-    assert [ticket.number for ticket in process.client.take(0, 3, 0)] == [0, 1, 2]
+    process.work()
+    assert not process.is_dismissed and not process.begun
+    assert house.lines[-1] == "a had no response from the trainer for 1204 s"
+    process.work()
+    house.merge()
+    assert house.merged == [0, 1, 2]
 
 
-def test_searchers_of_an_owner_that_failed_wait_and_of_one_that_ended_end():
+def test_an_owner_that_is_gone_or_refuses_is_one_clear_line():
     house = House(1)
-    process = Process(house, 0)
+    process = Process(house, timeout_s=60.0)
+    process.wire.fates = ["lost"] * 1000
+    with pytest.raises(PeerError, match="has not responded to a for 60 s .no answer in 10 s.*run"):
+        process.client.join((0,), IDENTITY)
+    process.wire.fates = []
+    with pytest.raises(PeerError, match="a is refused by the trainer at its code and run are 2/r"):
+        process.client.join((0,), "2/r")
+    house.now += 3.0
+    failing = LookupError("a searcher failed")
+
+    def check():
+        raise failing
+
+    with pytest.raises(LookupError):
+        process.client.exchange(check)
     house.owner.has_ended = True
-    process.work("arrives", 0)
-    assert process.is_dismissed
-    house.owner = None
-    with pytest.raises(NotReady, match="starting, or has failed"):
+    with pytest.raises(RunEnded):
         process.join()
 
 
@@ -164,6 +180,23 @@ EVENTS = st.lists(
 )  # fmt: skip
 
 
+def happen(house, kind, choice):
+    """An event in the owner's process."""
+    if kind == "merge":
+        house.merge()
+    elif kind == "save":
+        house.save()
+        house.evaluations.request(choice)
+    elif kind == "restore":
+        house.restore()
+    elif kind == "silence":
+        for _ in range(5):
+            house.now += 2.4 * 3
+            house.owner.lose_silent()
+    elif kind == "jump":
+        house.now += 1e5 * (choice - 2)
+
+
 @settings(max_examples=50, deadline=None)
 @given(EVENTS)
 def test_each_ticket_is_merged_once_in_random_interleavings(events):
@@ -173,33 +206,32 @@ def test_each_ticket_is_merged_once_in_random_interleavings(events):
     for kind, which, choice in events:
         house.now += 0.5
         process = processes[which % len(processes)]
-        if kind in ("work", "lost", "answer lost"):
-            process.work("arrives" if kind == "work" else kind, choice)
+        if kind == "work":
+            process.work(choice)
+        elif kind in ("lost", "answer lost"):
+            between = ("merge", "save", "restore", "silence", "kill", "nothing")[choice]
+
+            def meanwhile(process=process, between=between, choice=choice):
+                process.meanwhile = lambda: None
+                happen(house, between, choice)
+                if between == "kill":
+                    processes.append(Process(house, process.searcher))
+
+            process.meanwhile = meanwhile
+            process.work(choice, kind)
         elif kind == "kill":
             processes[which % len(processes)] = Process(house, process.searcher)
         elif kind == "twin":  # the old one continues beside the new one
             processes.append(Process(house, process.searcher))
-        elif kind == "merge":
-            house.merge()
-        elif kind == "save":
-            house.save()
-            house.evaluations.request(choice)
-        elif kind == "restore":
-            house.restore()
-        elif kind == "silence":
-            for _ in range(5):
-                house.now += 2.4
-                house.owner.lose_silent()
-        elif kind == "jump":
-            house.now += 1e5 * (choice - 2)
+        happen(house, kind, choice)
         house.check()
     # New processes finish all tickets in the order of their numbers: none was skipped.
     wanted = house.evaluations.versions
     processes = [Process(house, searcher) for searcher in range(3)]
-    for choice in range(40):
+    for choice in range(60):
         for process in processes:
             house.now += 1.0
-            process.work("arrives", choice)
+            process.work(choice)
             assert not process.is_dismissed
         house.merge()
         house.check()
@@ -207,5 +239,5 @@ def test_each_ticket_is_merged_once_in_random_interleavings(events):
     # Every evaluation is made of every shard once.
     assert not house.evaluations.versions
     finished = house.evaluations.poll()
-    assert {each.version for each in finished} >= set(wanted)
-    assert all([number for number, _ in x.evaluation] == list(range(5)) for x in finished)
+    assert {version for version, _ in finished} >= set(wanted)
+    assert all([number for number, _ in found] == list(range(5)) for _, found in finished)

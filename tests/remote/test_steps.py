@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Steps: every trainer process gets the same decision, and every wait has an end."""
+"""Steps: every trainer process gets the same plan, and every wait has an end."""
 
 import concurrent.futures
 import threading
@@ -12,10 +12,10 @@ from fake_groups import PADDED, make_draws
 
 from tba_jax.devices.cluster import PeerError
 from tba_jax.flow.layout import Batch
-from tba_jax.remote.channel import Channel, ChannelServer, Endpoint
+from tba_jax.remote.channel import Channel, ChannelServer
 from tba_jax.remote.client import Client
-from tba_jax.remote.messages import Decision, StepPlan, decode, encode
-from tba_jax.remote.owner import owner_handlers
+from tba_jax.remote.messages import Plan, decode, encode
+from tba_jax.remote.owner import Owner
 from tba_jax.remote.steps import Steps
 
 
@@ -33,16 +33,16 @@ def make_steps(*processes, is_ready=yes, timeout_s=5.0, **changes):
     return Steps(buffer, PADDED, processes=processes, timeout_s=timeout_s, **settings)
 
 
-def request(steps, process, step, wants_stop=False, is_publishing=False):
+def request(steps, process, step, wants_stop=False):
     """A request on another thread; its result is b"" if no decision comes within a second."""
     found = concurrent.futures.Future()
 
     def ask():
-        found.set_result(steps.request(process, step, wants_stop, is_publishing))
+        found.set_result(steps.request(process, step, wants_stop))
 
     threading.Thread(target=ask, daemon=True).start()
     end = time.monotonic() + 5
-    while steps._requests.get(process, (-1,))[0] < step and time.monotonic() < end:
+    while steps._requested[process] < step and time.monotonic() < end:
         time.sleep(0.001)
     return found
 
@@ -52,41 +52,38 @@ def request(steps, process, step, wants_stop=False, is_publishing=False):
     [(0, False, False), (1, True, False), (4, False, True), (9, False, True)],
 )
 def test_publications_and_checkpoints_follow_the_step_alone(step, sync, save):
-    assert make_steps().decide(step, no, no).plan == StepPlan(sync=sync, save=save)
+    plan = make_steps().decide(step, no)
+    assert (plan.sync, plan.save, plan.stop) == (sync, save, False) and plan.draws
 
 
-def test_a_publication_waits_only_if_its_version_is_needed():
-    assert not make_steps().decide(1, no, yes).plan.publish
-    assert make_steps(needs_versions=True).decide(1, no, yes).plan.publish
-    steps = make_steps(1)
-    request(steps, 1, 1, is_publishing=True)
-    assert not steps.decide(1, no, no).plan.publish
+@pytest.mark.parametrize(("is_publishing", "expected"), [(None, True), (no, True), (yes, False)])
+def test_a_publication_waits_only_if_its_version_is_needed(is_publishing, expected):
+    assert make_steps(is_publishing=is_publishing).decide(1, no).publish is expected
 
 
 def test_everyone_receives_what_the_owner_decided_before_and_after():
     steps = make_steps(1, 2)
     early, other = request(steps, 1, 3), request(steps, 2, 3)
-    decision = steps.decide(3, no, no)
+    plan = steps.decide(3, no)
     late = request(steps, 1, 3)
     assert early.result(5) == other.result(5) == late.result(5)
     found = decode(late.result(5))
-    assert found.plan == decision.plan and not found.draws
-    np.testing.assert_array_equal(found.batch.tokens, decision.batch.tokens)
+    assert found[:4] == plan[:4] and not found.draws
+    np.testing.assert_array_equal(found.batch.tokens, plan.batch.tokens)
 
 
 def test_a_step_that_waits_for_data_is_not_sent():
-    decision = make_steps(1, is_ready=no).decide(3, no, no)  # process 1 did not even ask
-    assert decision == (StepPlan(wait=True), None, ())
+    steps = make_steps(1, is_ready=no)
+    asked = request(steps, 1, 3)
+    assert steps.decide(3, no) == Plan() and asked.result(5) == b""
 
 
 @pytest.mark.parametrize("is_ready", [yes, no])
 def test_a_stop_ends_everyone_before_the_same_step_and_draws_nothing(is_ready):
     steps = make_steps(1, is_ready=is_ready)
     asked = request(steps, 1, 3, wants_stop=True)
-    decision = steps.decide(3, yes, no)
-    assert decision == (StepPlan(wait=True, stop=True), None, ())
-    assert decode(asked.result(5)) == decision
-    assert steps.wants_stop
+    assert steps.decide(3, no) == decode(asked.result(5)) == Plan(stop=True)
+    assert make_steps(is_ready=is_ready).decide(3, yes) == Plan(stop=True)
 
 
 @pytest.mark.parametrize(
@@ -100,63 +97,52 @@ def test_a_request_that_cannot_be_is_refused(sent, words):
     steps = make_steps(1)
     for step in (0, 1):
         request(steps, 1, step)
-        steps.decide(step, no, no)
+        steps.decide(step, no)
     with pytest.raises(ValueError, match=words):
-        steps.request(*sent, False, False)
+        steps.request(*sent, False)
 
 
 def test_the_owner_waits_for_everyone_and_names_who_is_missing():
     steps = make_steps(1, 2, timeout_s=0.3)
     request(steps, 1, 4)
     with pytest.raises(PeerError, match=r"process\(es\) 2 did not request step 4 within 0 s"):
-        steps.decide(4, no, no)
+        steps.decide(4, no)
     patient = make_steps(1, timeout_s=60.0)
-    threading.Timer(0.1, patient.request, [1, 4, False, False]).start()
-    assert patient.decide(4, no, no).batch is not None
+    threading.Timer(0.1, patient.request, [1, 4, False]).start()
+    assert patient.decide(4, no).batch is not None
 
 
 @pytest.fixture
 def owner():
-    found = SimpleNamespace(steps=make_steps(1))
-    found.channel = ChannelServer(owner_handlers(lambda: found), "secret").start()
-    yield found
-    found.channel.close()
+    server, steps = ChannelServer("secret"), make_steps(1)
+    server.handlers = Owner.handlers(SimpleNamespace(steps=steps))
+    channel = Channel(lambda: server.endpoint, timeout_s=5.0)
+    yield SimpleNamespace(steps=steps, client=Client(channel, "a", process=1, timeout_s=5.0))
+    server.close()
 
 
-def client(endpoint, **changes):
-    channel = Channel(lambda: endpoint, timeout_s=5.0)
-    return Client(channel, "a", process=1, **{"timeout_s": 5.0, **changes})
+def test_a_step_may_take_longer_than_a_request_and_a_signal_is_sent_meanwhile(owner):
+    def decide():
+        time.sleep(1.5)  # two requests
+        owner.steps.decide(0, no)
 
-
-def test_a_step_may_take_longer_than_a_request(owner):
-    threading.Timer(1.5, owner.steps.decide, [0, no, no]).start()  # two requests
-    asked = []
-
-    def wants_stop():
-        asked.append(1)
-        return False
-
-    decision = client(owner.channel.endpoint).step(0, wants_stop, no)
-    assert decision.batch is not None and len(asked) >= 2
-
-
-def test_an_owner_that_is_gone_is_one_clear_line():
-    steps = client(Endpoint("127.0.0.1:9", "secret"), timeout_s=0.3)
-    with pytest.raises(PeerError, match="the first trainer process has not responded"):
-        steps.step(0, no, no)
+    threading.Thread(target=decide, daemon=True).start()
+    signals = [False]
+    plan = owner.client.step(0, lambda: signals.pop() if signals else True)
+    assert plan == Plan(stop=True) and owner.steps.wants_stop
 
 
 def test_a_failure_of_this_process_ends_its_wait(owner):
-    steps, failures = client(owner.channel.endpoint), []
+    failures = []
 
     def check():
         failures.append(1)
         if len(failures) > 1:
             raise LookupError("a searcher failed")
 
-    steps.check = check
+    owner.client.check = check
     with pytest.raises(LookupError, match="a searcher failed"):
-        steps.step(0, no, no)
+        owner.client.step(0, no)
 
 
 def test_a_batch_is_exact_after_its_transfer():
@@ -167,9 +153,9 @@ def test_a_batch_is_exact_after_its_transfer():
     }
     arrays["num_computed"] = np.int32(7)
     arrays["mask"], arrays["segments"] = rng.random((3, 2)) < 0.5, None
-    sent = Decision(StepPlan(sync=True), Batch(**arrays))
+    sent = Plan(sync=True, batch=Batch(**arrays))
     back = decode(encode(sent))
-    assert back.plan == sent.plan and back.batch is not None and back.batch.segments is None
+    assert back[:4] == sent[:4] and back.batch is not None and back.batch.segments is None
     for name, array in arrays.items():
         if array is not None:
             np.testing.assert_array_equal(getattr(back.batch, name), array)

@@ -12,12 +12,11 @@ from fake_tickets import House
 from tba_jax.config.schema import make_config
 from tba_jax.devices.worker import StopFlag, Worker, WorkerError
 from tba_jax.flow.padding import Padding
-from tba_jax.flow.tickets import Ticket
+from tba_jax.flow.tickets import DecodeCounts, Ticket
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import unstack_layers
-from tba_jax.remote.messages import Heartbeat
 from tba_jax.rewards.grader import Grader
 from tba_jax.rewards.source import ScoreResult
 from tba_jax.run.model_parts import START_MODEL, make_decoder
@@ -199,7 +198,7 @@ def test_what_a_ticket_draws_depends_on_its_number_alone(model):
     """Two searchers give the bits of one; a lost ticket is drawn again with the same bits."""
     alone = sample(*real_searchers(model), 7)
     house, searchers = real_searchers(model, num_searchers=2)
-    house.owner.beat(1, Heartbeat())
+    house.owner.beat(1, 0.0, DecodeCounts())
     house.owner.take(1, 2, 0)
     house.owner.lose(1)
     shared = sample(house, searchers, 7)
