@@ -11,23 +11,18 @@ import pytest
 
 import tba_jax
 from tba_jax.config.command_line import override
-from tba_jax.config.schema import ConfigError
+from tba_jax.report.build import build_report
+from tba_jax.rewards.pool import RewardPool, start_workers
+from tba_jax.settings import GIVEN, ConfigError, given_names, importable_name
 
 ROOT = Path(__file__).parents[1]
-pytestmark = [
-    pytest.mark.usefixtures("compiled_once"),
-]
-
-SMALL = {
-    "num_steps": 6,
-    "batch": {"num_prompts": 4},
-    "task": {"num_eval_prompts": 16},
-}
+pytestmark = pytest.mark.usefixtures("compiled_once")
+SMALL = {"num_steps": 6, "batch": {"num_prompts": 4}, "task": {"num_eval_prompts": 16}}
 
 
 def python(code, cwd, *arguments):
-    """Run a program of one string; returns the completed process."""
-    return subprocess.run(
+    """Run a program of one string, as cells of a notebook; return what it printed."""
+    done = subprocess.run(
         [sys.executable, "-c", code, *arguments],
         cwd=cwd,
         env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
@@ -35,6 +30,8 @@ def python(code, cwd, *arguments):
         text=True,
         timeout=170,
     )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_the_package_and_a_preset_load_no_jax(tmp_path):
@@ -51,35 +48,27 @@ def test_the_package_and_a_preset_load_no_jax(tmp_path):
         "from absl import flags\n"
         "assert 'config' not in flags.FLAGS and 'workdir' not in flags.FLAGS\n"
     )
-    done = python(code, tmp_path)
-    assert done.returncode == 0, done.stderr
+    python(code, tmp_path)
 
 
 def test_overrides_mean_what_they_mean_on_the_command_line(tmp_path):
     config = tba_jax.load_config(
         "math:gsm8k",
-        num_steps=20,
         search={"top_p": 0.9},
         lora={"rank": 4, "modules": ["q", "v"]},
         replay={"priority_temperature": float("inf")},
         log={"tracker": "tensorboard"},
-        task={"data_path": str(tmp_path)},
         **{"objective.beta": 0.02},
     )
-    assert config == override(
-        None,
-        [
-            "--config=math:gsm8k",
-            "--config.num_steps=20",
-            "--config.search.top_p=0.9",
-            "--config.lora.rank=4",
-            "--config.lora.modules=('q', 'v')",
-            "--config.replay.priority_temperature=inf",
-            "--config.log.tracker=tensorboard",
-            f"--config.task.data_path={tmp_path}",
-            "--config.objective.beta=0.02",
-        ],
+    fields = (
+        "search.top_p=0.9",
+        "lora.rank=4",
+        "lora.modules=('q', 'v')",
+        "replay.priority_temperature=inf",
+        "log.tracker=tensorboard",
+        "objective.beta=0.02",
     )
+    assert config == override(None, ["--config=math:gsm8k", *(f"--config.{x}" for x in fields)])
     assert (config.search.top_p, config.lora.modules) == (0.9, ("q", "v"))
     assert tba_jax.load_config(str(ROOT / "configs/math.py")) == tba_jax.load_config("math")
 
@@ -88,8 +77,39 @@ TRAIN = """
 import json, os, signal, sys, threading, time
 from pathlib import Path
 import tba_jax
+from tba_jax.settings import ConfigError
+from tba_jax.train.losses import group_mean, regularised, summed
+from tba_jax.train.objectives import Needs, objective
+
+@objective(Needs(sampler="any"))
+def my_loss(groups, beta, *, strength=1.0):
+    reward = regularised(groups, groups.logp, beta)
+    return -(reward - strength * group_mean(reward)) * summed(groups, groups.logp)
+
+def brevity(completions, **columns):
+    return [-float(len(text)) for text in completions]
+
+def double(step, values):
+    return {"own/double": 2 * step}
+
+def fails(step, values):
+    return {"own/loss": values["train/los"]}
+
+def refused(kind, call, *texts):
+    try:
+        call()
+    except kind as error:
+        assert all(text in str(error) for text in texts), error
+        return
+    raise SystemExit(f"{texts} did not come")
 
 config = tba_jax.load_config("math", **json.loads(sys.argv[1]))
+run = lambda config=config, **own: tba_jax.run_training(config, "a", **own)
+refused(ConfigError, lambda: run(reward=brevity), "in_process=True", "without a deadline")
+wrong = [lambda values: None]
+refused(ConfigError, lambda: run(callbacks=wrong), "the run calls <lambda> with (step, values)")
+
+own = {"reward": brevity, "in_process": True, "objective": my_loss, "callbacks": [double, fails]}
 before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
 
 def interrupt():
@@ -99,75 +119,91 @@ def interrupt():
     os.kill(os.getpid(), signal.SIGINT)
 
 threading.Thread(target=interrupt, daemon=True).start()
-try:
-    tba_jax.run_training(config, "a")
-    raise SystemExit("was not interrupted")
-except KeyboardInterrupt as stop:
-    assert "the run is saved in " in str(stop), stop
+refused(KeyboardInterrupt, lambda: run(**own), "the run is saved in ")
 assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 assert not [t.name for t in threading.enumerate() if t.name.startswith("searcher-")]
 
 reports = []
-thread = threading.Thread(target=lambda: reports.append(tba_jax.run_training(config, Path("a"))))
+thread = threading.Thread(target=lambda: reports.append(run(**own)))
 thread.start()
 thread.join()
 (report,) = reports
-on_disk = json.loads(Path("a/report.json").read_text())
-assert report["steps"] == 6 and report == on_disk
+assert report["steps"] == 6 and report == json.loads(Path("a/report.json").read_text())
 changed = os.stat("a/report.json").st_mtime_ns
-assert tba_jax.run_training(config, "a") == report
+assert run(**own) == report
 assert os.stat("a/report.json").st_mtime_ns == changed
 assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
-run = tba_jax.load_run("a")
-assert run.config == config and run.report == report
-assert [r["step"] for r in run.metrics if "train/loss" in r] == [1, 2, 3, 4, 5, 6]
-steps, losses = run.column("train/loss")
+found = tba_jax.load_run("a")
+assert found.report == report and found.config.objective.name == "notebook.py:my_loss"
+steps, losses = found.column("train/loss")
 assert steps.tolist() == [1, 2, 3, 4, 5, 6]
-assert losses.tolist() == [r["train/loss"] for r in run.metrics if "train/loss" in r]
-assert run.plot("accuracy")._repr_png_().startswith(bytes.fromhex("89504e47"))
-assert repr(run).startswith("a: pass@1 ")
-stored = [y for responses in run.buffer().values() for y in responses]
+assert losses.tolist() == [r["train/loss"] for r in found.metrics if "train/loss" in r]
+assert found.column("own/double")[1].tolist() == [2, 4, 6, 8, 10, 12]
+assert (found.column("train/reward_mean")[1] < 0).all()
+assert found.plot("accuracy")._repr_png_().startswith(bytes.fromhex("89504e47"))
+assert repr(found).startswith("a: pass@1 ")
+stored = [y for responses in found.buffer().values() for y in responses]
 assert stored and all(len(y.response_tokens) and y.version_min <= 6 for y in stored)
-policy = run.load_policy()
+policy = found.load_policy()
 assert policy.step == 6 and policy.params["embed"].shape[0] == policy.config.vocab_size
-for wrong, ask in (("train/los", run.column), ("accurcy", run.plot)):
-    try:
-        ask(wrong)
-        raise SystemExit(f"{wrong} was accepted")
-    except ValueError as error:
-        assert "train/loss" in str(error) or "accuracy" in str(error), error
-try:
-    tba_jax.run_training(tba_jax.load_config("math", num_steps=3), "a")
-    raise SystemExit("another config was accepted")
-except Exception as error:
-    assert "a holds a run with another config" in str(error), error
+refused(ValueError, lambda: found.column("train/los"), "train/loss")
+refused(ValueError, lambda: found.plot("accurcy"), "accuracy")
+other = tba_jax.load_config("math", num_steps=3)
+refused(Exception, lambda: run(other), "a holds a run with another config")
 print("all is well")
 """
 
 
-def test_a_run_is_interrupted_continued_in_a_thread_asked_for_again_and_read_back(tmp_path):
-    done = python(TRAIN, tmp_path, json.dumps(SMALL))
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "all is well"
+def test_a_run_of_own_functions_is_interrupted_continued_in_a_thread_and_read_back(tmp_path):
+    told = python(TRAIN, tmp_path, json.dumps(SMALL))
+    assert told.splitlines()[-1] == "all is well"
+    # Said once in each of the two processes' runs.
+    assert told.count("callback fails raised KeyError: 'train/los'. The run continues") == 2
+    assert ", in fails" in told
 
 
-def test_jax_that_runs_already_on_fewer_devices_is_refused_in_a_sentence(tmp_path):
+def test_a_reward_in_this_process_names_failures():
+    def picky(completions, answer):
+        if "bad" in completions:
+            raise ZeroDivisionError("bad")
+        return [
+            None if text == "none" else float("nan" if text == "nan" else 1) for text in completions
+        ]
+
+    (name,) = given_names([picky])
+    row, workers = ("1+1", {"answer": "2"}), start_workers(name, 0)
+    source = RewardPool(name, timeout_s=10.0, row=row, workers=workers)
+    source.check()
+    texts = ["ok", "bad", "none", "ok", "ok", "ok"]
+    found = source.score(["p"] * 6, texts, {"answer": ["2"] * 6})
+    assert found.rewards == [1.0, None, None, 1.0, 1.0, 1.0]
+    assert found.reasons[1:3] == ["reward_error", "reward_none"]
+    assert "in picky" in found.first_traceback
+    source.close()
+
+
+def test_names_of_functions():
+    assert importable_name(build_report) == "tba_jax.report.build:build_report"
+    assert importable_name(lambda: None) == ""
+    two = [lambda: 1, lambda: 2]
+    assert [GIVEN[name]() for name in given_names(two)] == [1, 2]
+    assert given_names(two) == ["notebook.py:lambda", "notebook.py:lambda_2"]
+
+
+def test_what_one_process_cannot_train_is_refused_in_a_sentence(tmp_path):
     code = (
         "import jax, tba_jax; jax.devices()\n"
         "try: tba_jax.run_training(tba_jax.load_config('math'), 'a')\n"
         "except Exception as error: print(error)\n"
     )
-    done = python(code, tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == (
+    assert python(code, tmp_path).strip() == (
         "the run divides the CPU into 2 devices, and jax runs in this process already, with 1 CPU "
         "device(s). Restart it (the kernel of a notebook) and train before anything else uses jax, "
         "or set --config.placement=shared"
     )
-
-
-def test_hosts_are_not_trained_from_one_process(tmp_path):
-    config = tba_jax.load_config("math", placement="hosts")
     with pytest.raises(ConfigError, match="needs a process per host, and this is one"):
-        tba_jax.run_training(config, tmp_path / "a")
+        tba_jax.run_training(tba_jax.load_config("math", placement="hosts"), tmp_path / "a")
+    fleet = tba_jax.load_config("math", placement="fleet")
+    with pytest.raises(ConfigError, match="in_process=True have no effect"):
+        tba_jax.run_training(fleet, "a", reward=lambda completions: [1.0], in_process=True)

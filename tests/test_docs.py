@@ -34,10 +34,6 @@ ROOMS = tuple(f"{path.name}/" for path in sorted((ROOT / "tba_jax").iterdir()) i
 FILES = [str(p.relative_to(ROOT)) for folder in FOLDERS for p in (ROOT / folder).rglob("*.py")]
 
 
-def name_of(path):
-    return str(path.relative_to(ROOT))
-
-
 def prose(path):
     """A page without its fenced and indented code."""
     text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.M | re.S)
@@ -63,7 +59,7 @@ def broken_links(path):
     return broken
 
 
-@pytest.mark.parametrize("path", PAGES, ids=name_of)
+@pytest.mark.parametrize("path", PAGES, ids=lambda x: x.stem)
 def test_links_between_pages_resolve(path):
     assert broken_links(path) == []
 
@@ -121,7 +117,7 @@ def gone(text, files=FILES):
     return [n for n in found if not re.search(r"\b[A-Z_]+\b", n)]  # NAME stands for any
 
 
-@pytest.mark.parametrize("path", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=name_of)
+@pytest.mark.parametrize("path", [*PAGES, ROOT / "CONTRIBUTING.md"], ids=lambda x: x.stem)
 def test_files_and_names_on_a_page_exist(path):
     text = re.sub(r"^```.*?^```", "", path.read_text(), flags=re.M | re.S)
     missing = gone(text)
@@ -132,8 +128,8 @@ def test_files_and_names_on_a_page_exist(path):
 
 
 def test_files_and_names_in_the_sources_exist():
-    found = {name_of(path): gone(path.read_text()) for path in SOURCES}
-    assert {name: names for name, names in found.items() if names} == {}
+    found = {path: gone(path.read_text()) for path in SOURCES}
+    assert {path: names for path, names in found.items() if names} == {}
 
 
 def test_ci_runs_the_test_command_of_the_readme():
