@@ -5,10 +5,8 @@ import json
 
 import numpy as np
 
-from tba_jax.flow.layout import RowLayout
-from tba_jax.flow.padding import Padding
 from tba_jax.flow.state import PartState
-from tba_jax.flow.trajectory import Draw, Group, Prompt, Trajectory
+from tba_jax.flow.trajectory import Group, Prompt, Trajectory
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.replay.config import ReplaySettings
 from tba_jax.replay.records import from_snapshot
@@ -111,27 +109,3 @@ def json_snapshot(buffer):
     """A snapshot, its description as a file gives it back."""
     arrays, meta = buffer.state()
     return PartState(arrays, json.loads(json.dumps(meta)))
-
-
-PADDED = RowLayout(1, 2, Padding((4,), (8,), 0))
-
-
-def make_draws():
-    prompt = Prompt(0, "", np.array([1, 2], np.int32), {})
-
-    def trajectory(length):
-        return Trajectory(
-            prompt_id=0,
-            response_tokens=np.arange(3, 3 + length, dtype=np.int32),
-            reward=1.0,
-            reward_parts={},
-            behavior_token_logprobs=np.full(length, -1.0, np.float32),
-            version_min=0,
-            version_max=0,
-            searcher=0,
-            ticket=0,
-            sampling_temperature=1.0,
-            finish_reason="eos",
-        )
-
-    return [Draw(prompt, (trajectory(1), trajectory(6)), True, (0, 1))]

@@ -2,6 +2,7 @@
 """What a finished run leaves in its work directory."""
 
 import json
+from pathlib import Path
 
 import numpy as np
 
@@ -13,7 +14,6 @@ def fake_workdir(
     *,
     num_steps=120,
     made_steps=None,
-    evals=True,
     report=True,
     metric="pass_at_1",
     changes=(),
@@ -24,13 +24,10 @@ def fake_workdir(
         path: directory to fill.
         num_steps: steps the run was asked for.
         made_steps: steps it made; None: all.
-        evals: whether evaluations were logged.
         report: whether report.json was written.
         metric: the headline metric.
         changes: further config fields.
     """
-    from pathlib import Path
-
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     made_steps = num_steps if made_steps is None else made_steps
@@ -41,20 +38,17 @@ def fake_workdir(
         return 1 / (1 + np.exp(-6 * (step / num_steps - 0.45)))
 
     def evaluate(step, now):
-        if evals:
-            metrics.append(
-                {
-                    "step": step,
-                    "time_s": round(now, 3),
-                    "eval/metric": metric,
-                    f"eval/{metric}": round((212 + 226 * progress(step)) / 512, 6),
-                    "eval/n": 512,
-                    "eval/num_trials": 512,
-                    "eval/kind_share": round(0.38 + 0.58 * progress(step), 4),
-                    "eval/response_length_mean": round(11.2 + 19 * progress(step), 3),
-                    "eval/version": step,
-                }
-            )
+        found = {
+            "metric": metric,
+            metric: round((212 + 226 * progress(step)) / 512, 6),
+            "n": 512,
+            "num_trials": 512,
+            "kind_share": round(0.38 + 0.58 * progress(step), 4),
+            "response_length_mean": round(11.2 + 19 * progress(step), 3),
+            "version": step,
+        }
+        found = {f"eval/{name}": value for name, value in found.items()}
+        metrics.append({"step": step, "time_s": round(now, 3), **found})
 
     evaluate(0, clock)
     for step in range(1, made_steps + 1):
@@ -121,8 +115,8 @@ def fake_workdir(
         },
         "driver": "async",
         "eval": {
-            "before": measured[0] if measured else None,
-            "after": {**measured[-1], "step": made_steps} if len(measured) > 1 else None,
+            "before": measured[0],
+            "after": {**measured[-1], "step": made_steps},
         },
         "steps": made_steps,
         "wall_s": clock + 3.0,

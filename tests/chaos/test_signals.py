@@ -42,21 +42,6 @@ def test_a_signal_that_would_end_the_process_saves_first(cache, tmp_path, number
     assert_saved(workdir)
 
 
-@pytest.mark.parametrize("redirect", ["", "2>&1"])
-def test_a_reader_that_goes_away_costs_lines_and_no_steps(cache, tmp_path, redirect):
-    workdir = tmp_path / "run"
-    script = f'set -o pipefail; "$@" {redirect} | head -1'
-    done = subprocess.run(
-        ["bash", "-c", script, "bash", *command(workdir, *SHORT)],
-        env=environment(cache), cwd=ROOT, capture_output=True, text=True, timeout=DEADLINE_S,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 1 and "Traceback" not in done.stderr
-    assert redirect or "the output cannot be written (Broken pipe)" in done.stderr
-    assert sorted(losses(workdir)) == [1, 2, 3, 4]
-    assert (workdir / "report.html").exists()
-
-
 @pytest.mark.parametrize("is_ignored", [False, True])
 def test_a_terminal_that_is_closed(cache, tmp_path, is_ignored):
     """The run saves and ends, or goes on without a terminal where it was told to ignore that."""

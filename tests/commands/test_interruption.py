@@ -1,24 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signals become a flag; outputs that fail are dropped."""
+"""Outputs that fail are dropped. Signals: test_api.py and chaos/test_signals.py."""
 
-import contextlib
 import os
-import signal
 import subprocess
 import sys
 
 import pytest
-
-from tba_jax.commands.interruption import Interruption
-
-
-def test_a_signal_is_a_flag_and_a_second_one_has_its_usual_effect():
-    with contextlib.closing(Interruption((signal.SIGUSR1,))) as usr1:
-        assert not usr1()
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert usr1() and usr1.signal_number == signal.SIGUSR1
-        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_DFL
-
 
 PRINTING = """
 import sys

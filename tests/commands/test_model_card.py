@@ -5,7 +5,6 @@ import json
 import shlex
 from pathlib import Path
 
-import pytest
 from huggingface_hub import ModelCard
 
 from tba_jax.commands.model_card import command, model_card
@@ -21,9 +20,10 @@ def fields(*arguments):
 
 def test_a_card_of_a_model_of_the_hub():
     config = fields("--config=math:gsm8k", "--config.objective.beta=0.02")
-    evals = {"before": {"pass_at_1": 0.403, "step": 0}, "after": {"pass_at_1": 0.546, "step": 700}}
+    common = {"metric": "pass_at_1", "reward_mean": 0.5, "n": 512}
     evals = {
-        k: {"metric": "pass_at_1", "reward_mean": 0.5, "n": 512, **v} for k, v in evals.items()
+        "before": common | {"pass_at_1": 0.403, "step": 0},
+        "after": common | {"pass_at_1": 0.546, "step": 700},
     }
     report = {"eval": evals, "wall_s": 4920.0, "hardware": "4 x A100"}
     versions = {"tba_jax": "0.1.0", "jax": "0.10.2"}
@@ -42,17 +42,7 @@ def test_a_card_of_a_model_of_the_hub():
         "The licence of [realtreetune/rho-1b-sft-GSM8K](https://huggingface.co/realtreetune/",
     ):
         assert part in text
-
-
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ("--config=redteam:gpt2", "--config.lora.modules=('q', 'v')", "--config.num_steps=7"),
-        ("--config=tldr", "--config.replay.priority_temperature=inf", "--config.seed=3"),
-    ],
-)
-def test_the_command_of_a_card_makes_the_same_config_again(arguments):
-    config = fields(*arguments)
+    # The command of a card makes the same config again.
+    config = fields("--config=redteam:gpt2", "--config.lora.modules=('q', 'v')")
     program, *again = shlex.split(command(config).replace("\\\n", " "))[2:]
-    assert program == "tba_jax.main" and len(again) == len(arguments)
-    assert fields(*again) == config
+    assert program == "tba_jax.main" and fields(*again) == config

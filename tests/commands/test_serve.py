@@ -40,22 +40,24 @@ def test_the_newest_checkpoint_of_a_run_is_served_until_sigterm(tmp_path):
     done = commands.run(name, cache=tmp_path / "cache")
     assert done.returncode == 0, done.stderr
     command = [sys.executable, "-m", "tba_jax.serve", f"--workdir={name}", "--port=0"]
-    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    process = subprocess.Popen([*command, "--num_slots=2"], **pipes, text=True, env=env)
-    assert process.stdout is not None
+    env, pipe = {**os.environ, "JAX_PLATFORMS": "cpu"}, subprocess.PIPE
+    process = subprocess.Popen(
+        [*command, "--num_slots=2"], stdout=pipe, stderr=pipe, text=True, env=env
+    )
+
+    def ask(url, body=None):
+        headers = {"content-type": "application/json"}
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(url, data, headers)
+        with urllib.request.urlopen(request, timeout=60) as response:
+            return json.load(response)
+
     try:
         url = process.stdout.readline().split()[-1]
-        with urllib.request.urlopen(f"{url}/models", timeout=60) as response:
-            assert json.load(response)["data"][0]["id"] == name
-        root = url.removesuffix("/v1")
-        with urllib.request.urlopen(f"{root}/server_info", timeout=60) as response:
-            assert json.load(response)["weight_version"] == 8
-        body = json.dumps({"prompt": "7+5-3=", "max_tokens": 3}).encode()
-        headers = {"content-type": "application/json"}
-        request = urllib.request.Request(f"{url}/completions", body, headers)
-        with urllib.request.urlopen(request, timeout=60) as response:
-            assert json.load(response)["choices"][0]["text"]
+        assert ask(f"{url}/models")["data"][0]["id"] == name
+        assert ask(f"{url.removesuffix('/v1')}/server_info")["weight_version"] == 8
+        found = ask(f"{url}/completions", {"prompt": "7+5-3=", "max_tokens": 3})
+        assert found["choices"][0]["text"]
     finally:
         process.send_signal(signal.SIGTERM)
         _, error = process.communicate(timeout=60)

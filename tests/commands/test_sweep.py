@@ -56,6 +56,5 @@ def test_one_bad_point_does_not_end_a_sweep_that_ends_in_a_comparison(
     assert "4 of 6 runs failed" in told.err and (out / "compare.html").is_file()
     assert sweep.main(arguments) == 1  # finished runs are not started again
     events = (tmp_path / "events").read_text().splitlines()
-    assert [x for x in events if "=1" in x] == [
-        f"{what} sync_period=1-seed{seed}" for seed in (0, 1) for what in ("begin", "end")
-    ]
+    wanted = [f"{x} sync_period=1-seed{seed}" for seed in (0, 1) for x in ("begin", "end")]
+    assert [x for x in events if "=1" in x] == wanted

@@ -93,7 +93,7 @@ def test_commands_refuse_in_one_line(command, arguments, message, tmp_path, monk
     ("arguments", "message"),
     [
         (["--workdir=ftp://host/run"], "is not an address of a work directory. Give gs://BUCKET/F"),
-        (["--config.objective.group_size=20"], "a group needs objective"),
+        (["--workdir=run[1]"], "run[1] contains [ and ]"),
     ],
 )
 def test_main_refuses_in_one_line_and_writes_nothing(arguments, message, tmp_path):

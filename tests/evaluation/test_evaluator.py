@@ -22,18 +22,11 @@ from tba_jax.tasks.arithmetic import Arithmetic
 class LengthReward:
     """Rewards 1 where a response is longer than four characters; none where it is empty."""
 
-    def check(self):
-        """Always ready."""
-
     def score(self, prompts, completions, columns, *, completion_ids, has_eos):
-        """One reward per response; says what it was asked."""
         assert len(prompts) == len(completions) == len(columns["answer"]) == len(has_eos)
         assert [len(ids) > 0 for ids in completion_ids] == [True] * len(prompts)
         rewards = [float(len(text) > 4) if text else None for text in completions]
         return ScoreResult(rewards, [None if r is not None else "empty" for r in rewards], "")
-
-    def close(self):
-        """Holds nothing."""
 
 
 @pytest.fixture(scope="module")
@@ -84,13 +77,9 @@ def test_metric_functions_get_the_responses_and_may_be_the_headline(model):
     changes = {"eval.num_samples": 3, "eval.temperature": 1.0}
     run = evaluate(model, Lengths(), [long_share], **changes)
     responses = seen[0]
-    assert responses.tokens.shape[:2] == (6, 3)
-    assert (
-        [len(row) for row in responses.texts] == [len(row) for row in responses.rewards] == [3] * 6
-    )
+    assert responses.tokens.shape[:2] == np.shape(responses.rewards) == (6, 3)
     for (i, j), n in np.ndenumerate(responses.lengths):
-        text = model[2].batch_decode([responses.tokens[i, j, :n]])[0]
-        assert responses.texts[i][j] == text
+        assert [responses.texts[i][j]] == model[2].batch_decode([responses.tokens[i, j, :n]])
     values = run.metrics()
     assert values["metric"] == "long_share" and values["n"] == 6
     assert values["long_share"] == pytest.approx(values["reward_mean"])
@@ -108,14 +97,6 @@ def test_of_an_only_prompt_every_response_is_a_trial_and_an_example(model):
     assert (got.n, got.num_trials, len(got.texts)) == (6, 6, 6)
 
 
-def test_greedy_evaluation_is_repeatable_and_sampling_draws_the_same_again(model):
-    assert evaluate(model) == evaluate(model)
-    sampled = {"eval.num_samples": 2, "eval.temperature": 1.0}
-    first = evaluate(model, **sampled)
-    assert first == evaluate(model, **sampled)
-    assert set(first.values) == {"pass_at_1", "pass_at_2", "reward_mean"}
-
-
 def length_of_first(params, responses):
     """A measure: tokens of each prompt and of each response to it."""
     lengths = responses.lengths.tolist()
@@ -124,7 +105,6 @@ def length_of_first(params, responses):
 
 
 def sums(responses):
-    """A metric of both."""
     return {name: np.sum(values) for name, values in responses.measured.items()}
 
 
@@ -137,14 +117,10 @@ def test_an_evaluation_in_shards_has_the_figures_of_the_whole(model, changes):
     slots = {"search.num_slots": 3 * n}
     whole, answer = evaluator(model, None, [sums], (length_of_first,), **common, **slots)
     tickets = whole.tickets(5)
-    assert [(t.version, t.first, len(t.prompts)) for t in tickets] == [
-        (5, 0, 3),
-        (5, 3, 3),
-        (5, 6, 1),
-    ]
+    found = [(t.version, t.first, len(t.prompts)) for t in tickets]
+    assert found == [(5, 0, 3), (5, 3, 3), (5, 6, 1)]
     shards = [answer(model[1], tickets[i]) for i in (2, 0, 1)]
     assert whole.merge(shards) == wanted
-    # As they travel from host to host.
     assert whole.merge([EvaluationShard(*json.loads(json.dumps(x))) for x in shards]) == wanted
 
 

@@ -15,20 +15,34 @@ from commands import (
 
 import tba_jax
 
+SHARED_BY_ALL = (
+    "JAX_NUM_CPU_DEVICES=8",
+    "placement=shared",
+    "mesh.fsdp=2",
+    "search.num_devices=2",
+    "num_searchers=2",
+    "sync_period=2",
+    "objective.importance=none",
+)
+
+
+def slow(name, *overrides):
+    return pytest.param(overrides, marks=pytest.mark.slow, id=name)
+
 
 @pytest.mark.parametrize(
     "overrides",
     [
-        pytest.param(("num_searchers=2", "sync_period=2"), marks=pytest.mark.slow),
-        pytest.param(("num_searchers=2", *IN_AN_ENVIRONMENT), marks=pytest.mark.slow),
-        pytest.param(("num_searchers=2", *WITH_AN_AGENT), marks=pytest.mark.slow),
-        ("JAX_NUM_CPU_DEVICES=2", "placement=split"),
+        slow("one device", "num_searchers=2", "sync_period=2"),
+        slow("environment", "num_searchers=2", *IN_AN_ENVIRONMENT),
+        slow("agent", "num_searchers=2", *WITH_AN_AGENT),
+        slow("two devices each", *SHARED_BY_ALL),
+        pytest.param(("JAX_NUM_CPU_DEVICES=2", "placement=split"), id="split"),
     ],
-    ids=["shared", "environment", "agent", "split"],
 )
 def test_async_run_trains_on_searcher_data(overrides, cache, tmp_path):
     workdir = tmp_path / "run"
-    done = run(workdir, *overrides, cache=cache)
+    done = run(workdir, *overrides, cache=cache, timeout=240)
     assert done.returncode == 0, done.stderr
     assert sorted(losses(workdir)) == list(range(1, 9))
     assert is_balanced(report(workdir)["ledger"])
@@ -38,24 +52,5 @@ def test_async_run_trains_on_searcher_data(overrides, cache, tmp_path):
     for record in trained:
         for staleness, _ in record["buffer/staleness_histogram"]:
             assert 0 <= staleness < record["step"]
-
-
-@pytest.mark.slow
-def test_searchers_and_trainer_of_two_devices_each_share_them(cache, tmp_path):
-    workdir = tmp_path / "run"
-    overrides = (
-        "JAX_NUM_CPU_DEVICES=8",
-        "placement=shared",
-        "mesh.fsdp=2",
-        "search.num_devices=2",
-        "num_searchers=2",
-        "sync_period=2",
-        "objective.importance=none",
-        "log.watchdog_s=120",
-    )
-    done = run(workdir, *overrides, cache=cache, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert sorted(losses(workdir)) == list(range(1, 9))
-    assert is_balanced(report(workdir)["ledger"])
     stored = [y for group in tba_jax.load_run(workdir).buffer().values() for y in group]
-    assert {y.searcher for y in stored} == {0, 1}
+    assert {y.searcher for y in stored} == set(range(1 + ("num_searchers=2" in overrides)))

@@ -7,7 +7,6 @@ import shutil
 import pytest
 from commands import ROOT, lines, losses, run
 
-START_MODEL = ROOT / "tba_jax" / "assets" / "start_model"
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
@@ -31,32 +30,9 @@ def length_penalty(completion_ids, **kwargs):
 """
 
 
-@pytest.fixture(scope="module")
-def chat_model(tmp_path_factory):
-    """The start model with a chat template of its own."""
-    folder = tmp_path_factory.mktemp("chat") / "model"
-    shutil.copytree(START_MODEL, folder)
-    (folder / "chat_template.jinja").write_text(TEMPLATE)
-    return folder
-
-
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-
-def custom(tmp_path, reward="rewards.py:accuracy_reward"):
-    return (
-        "task.name=custom",
-        f"task.data_path={tmp_path / 'data.jsonl'}",
-        f"task.reward={reward}",
-        "task.max_prompt_tokens=64",
-        "num_steps=3",
-        "eval.period=0",
-        "checkpoint.period=0",
-    )
-
-
-def test_a_chat_data_set_trains_with_trl_rewards_from_elsewhere(cache, tmp_path, chat_model):
+def test_a_chat_data_set_trains_with_trl_rewards_from_elsewhere(cache, tmp_path):
+    model = shutil.copytree(ROOT / "tba_jax" / "assets" / "start_model", tmp_path / "model")
+    (model / "chat_template.jinja").write_text(TEMPLATE)
     rows = [
         {
             "prompt": [
@@ -69,18 +45,25 @@ def test_a_chat_data_set_trains_with_trl_rewards_from_elsewhere(cache, tmp_path,
         for a in range(10)
         for b in range(5)
     ]
-    write_rows(tmp_path / "data.jsonl", rows)
-    elsewhere = tmp_path / "elsewhere"
-    elsewhere.mkdir()
-    (elsewhere / "rewards.py").write_text(REWARDS)
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    rewards = tmp_path / "elsewhere" / "rewards.py"
+    rewards.parent.mkdir()
+    rewards.write_text(REWARDS)
     names = ("accuracy_reward", "format_reward", "length_penalty")
     workdir = tmp_path / "run"
     done = run(
         workdir,
-        *custom(tmp_path, ",".join(f"{elsewhere}/rewards.py:{name}" for name in names)),
+        "task.name=custom",
+        f"task.data_path={data}",
+        f"task.reward={','.join(f'{rewards}:{name}' for name in names)}",
         "task.reward_weights=1.0,0.5,0.01",
+        "task.max_prompt_tokens=64",
         "task.num_eval_prompts=8",
-        f"model.path={chat_model}",
+        f"model.path={model}",
+        "num_steps=3",
+        "eval.period=0",
+        "checkpoint.period=0",
         cache=cache,
         cwd=tmp_path,
     )

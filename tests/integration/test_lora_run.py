@@ -3,12 +3,11 @@
 
 import json
 import shutil
-import signal
 
 import jax
 import numpy as np
 import pytest
-from commands import SYNC, lines, losses, run, run_pod, start, wait_for
+from commands import SYNC, lines, run, run_pod
 from fake_models import load_folder
 
 from tba_jax.commands import evaluate, export
@@ -63,26 +62,6 @@ def test_evaluate_and_export_agree_with_the_run(reference, model, tmp_path, caps
     jax.tree.map(np.testing.assert_array_equal, params, jax.device_get(trained))
     changed = {k for k, x in params["layers"].items() if not np.array_equal(x, base["layers"][k])}
     assert changed == {"q", "k", "v", "o"}
-
-
-def test_losses_after_sigkill_and_resume_equal_the_uninterrupted_run(
-    reference, model, cache, tmp_path
-):
-    workdir = tmp_path / "run"
-    process = start(workdir, *SYNC, *LORA, f"model.path={model}", cache=cache)
-    wait_for(
-        lambda: max(losses(workdir), default=0) >= 6 and (workdir / "checkpoints" / "4").exists(),
-        process=process,
-    )
-    process.send_signal(signal.SIGKILL)
-    process.wait(30)
-    process.communicate()
-    done = run(workdir, *SYNC, *LORA, f"model.path={model}", cache=cache)
-    assert done.returncode == 0, done.stderr
-    assert "resumed" in done.stdout and "step 4 of 8" in done.stdout
-    assert losses(workdir) == losses(reference)
-    final, unkilled = (json.loads((w / "report.json").read_text()) for w in (workdir, reference))
-    assert final["eval"] == unkilled["eval"]
 
 
 def test_hosts_that_divide_the_base_publish_adapters_to_their_own_searchers(cache, tmp_path):

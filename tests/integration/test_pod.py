@@ -1,22 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Several hosts: real processes on loopback with the CPU's gloo collectives."""
 
+import contextlib
 import re
 import shutil
 import signal
-import socket
 import subprocess
-import sys
 import textwrap
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from commands import (
-    ROOT,
     SYNC,
-    arguments,
     child,
-    environment,
     is_balanced,
     losses,
     report,
@@ -26,7 +23,10 @@ from commands import (
     wait_for,
 )
 
+from tba_jax.config.schema import make_config
 from tba_jax.run.checkpoint import load_host_state
+from tba_jax.run.errors import UserError
+from tba_jax.run.workdir import claim_together
 from tba_jax.storage.whole_files import read_json, write_json
 
 # A run whose batches do not depend on how many hosts draw them: all slots are fresh, all responses
@@ -156,33 +156,13 @@ def test_an_interrupted_pod_saves_together_exits_0_and_resumes(cache, tmp_path):
     assert pod.returncode == 0 and f"at step {stopped_at} of 100000" in out, err
 
 
-@pytest.mark.slow
-def test_another_command_on_one_host_is_refused_on_all(cache, tmp_path):
-    common = [f"--coordinator=127.0.0.1:{free_port()}", "--num_processes=2"]
-    processes = [
-        subprocess.Popen(
-            [
-                *(sys.executable, "-m", "tba_jax.main"),
-                *arguments(tmp_path / "run", f"checkpoint.period={4 + i}"),
-                *common,
-                f"--process_id={i}",
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env=environment(cache),
-            cwd=ROOT,
-        )
-        for i in range(2)
-    ]
-    for process in processes:
-        _, err = process.communicate(timeout=60)
-        assert process.returncode == 2
-        assert "process 1 was started with another command than process 0" in err
-        assert "checkpoint.period: 4 -> 5" in err
+def test_another_command_on_one_host_is_refused(tmp_path):
+    def gather(value):
+        """As a second process with another seed would answer."""
+        return [value, value | {"seed": 5} if isinstance(value, dict) else value]
 
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    pod, config = SimpleNamespace(number=0, gather_json=gather), make_config()
+    wanted = "process 1 was started with another command than process 0: seed: 0 -> 5. Start"
+    with contextlib.ExitStack() as held, pytest.raises(UserError, match=wanted):
+        claim_together(pod, config, tmp_path / "run", held)
+    assert not any(tmp_path.iterdir())

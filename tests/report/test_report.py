@@ -35,18 +35,12 @@ def full(tmp_path_factory):
     return workdir, build_report(workdir).read_text(encoding="utf-8")
 
 
-def built(tmp_path, **options):
-    fake_workdir(tmp_path, num_steps=40, **options)
-    return words(build_report(tmp_path).read_text(encoding="utf-8"))
-
-
 def test_page_is_one_file_that_fetches_nothing(full):
     _, text = full
-    assert text.startswith("<!DOCTYPE html>\n<html lang=")
     assert "://" not in text and "@import" not in text and "url(" not in text
     (policy,) = re.findall('content="(default-src[^"]*)"', text)
-    policy = html.unescape(policy)
-    assert policy.startswith("default-src 'none'; img-src data:; style-src 'sha256-")
+    wanted = "default-src 'none'; img-src data:; style-src 'sha256-"
+    assert html.unescape(policy).startswith(wanted)
     assert "unsafe" not in policy and not re.search("<[^>]* style=", text)
     assert not re.search("<(link|iframe|object|base)", text)
     images = re.findall("<img [^>]*>", text)
@@ -93,30 +87,30 @@ def test_model_texts_are_escaped_and_control_characters_shown(full):
 
 def test_another_headline_and_the_decoding_are_named(tmp_path):
     sampled = {"eval.temperature": 0.7, "eval.num_samples": 4}
-    page = built(tmp_path, metric="win_rate", changes=sampled)
+    fake_workdir(tmp_path, num_steps=40, metric="win_rate", changes=sampled)
+    page = words(render(load_run(tmp_path), {}))
     told = json.loads((tmp_path / "report.json").read_text())["eval"]
     before, after = (100 * told[when]["win_rate"] for when in ("before", "after"))
     assert f"win rate {before:.1f} % → {after:.1f} % in" in page
     assert "4 responses each at temperature 0.7. 40 steps" in page
     assert re.search(r"mean reward 0\.\d\d before training, 0\.\d\d after\.", page)
-    assert "pass@1" not in page and "✓" not in page and "Accuracy" not in page
+    assert "pass@1" not in page and "✓" not in page
 
 
 def test_interrupted_run_says_so_and_shows_what_there_is(tmp_path):
-    page = built(tmp_path, made_steps=25, report=False)
-    assert "This run is not finished: 25 of 40 steps." in page
-    assert "after 20 of 40 steps" in page and (tmp_path / "plots" / "accuracy.png").exists()
+    fake_workdir(tmp_path, num_steps=40, made_steps=25, report=False)
+    page = words(render(load_run(tmp_path), {}))
+    assert "This run is not finished: 25 of 40 steps." in page and "after 20 of 40 steps" in page
 
 
 def test_a_page_is_not_replaced_by_one_with_fewer_steps(tmp_path, capsys):
-    run = tmp_path / "run"
-    fake_workdir(run, num_steps=4)
-    assert main([str(run)]) == 0
-    page, metrics = (run / "report.html").read_bytes(), run / "metrics.jsonl"
+    fake_workdir(tmp_path, num_steps=4)
+    page, metrics = tmp_path / "report.html", tmp_path / "metrics.jsonl"
+    page.write_text("the page of four steps")
     metrics.write_text("".join(metrics.read_text().splitlines(keepends=True)[:3]))
-    assert run_command(lambda: main([str(run)])) == 2
+    assert run_command(lambda: main([str(tmp_path)])) == 2
     assert "before step 4 of report.json: lines are missing" in capsys.readouterr().err
-    assert (run / "report.html").read_bytes() == page
+    assert page.read_text() == "the page of four steps"
 
 
 def test_what_is_no_run_or_damaged_is_refused_in_one_line(tmp_path, capsys):

@@ -17,12 +17,11 @@ from tba_jax.storage.whole_files import read_json, write_json
 
 def line(step, number, **facts):
     """A response of a training step."""
-    asked = {"of": "train", "prompt_id": step % 3, "prompt": f"prompt {step % 3}", "answer": "7"}
-    graded = {"reward": step / 100, "parts": {"format": 0.25}}
-    drawn = {"version": max(step - 3, 0), "staleness": min(step, 3), "searcher": number}
-    text = {"tokens": ["one ", f"word{step}"], "behavior": [30, -200]}
-    end = {"finish": ("eos", "length")[number], "length": 2 + number}
-    return {"step": step, **asked, **graded, **drawn, **text, **end, **facts}
+    of = {"of": "train", "prompt_id": step % 3, "prompt": f"prompt {step % 3}", "answer": "7"}
+    of |= {"reward": step / 100, "parts": {"format": 0.25}, "finish": "eos", "length": 2 + number}
+    of |= {"version": max(step - 3, 0), "staleness": min(step, 3), "searcher": number}
+    of |= {"tokens": ["one ", f"word{step}"], "behavior": [30, -200]}
+    return {"step": step, **of, **facts}
 
 
 def page_of(folder, records, name="run"):

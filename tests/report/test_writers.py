@@ -75,43 +75,29 @@ def test_a_killed_and_resumed_run_logs_each_step_once_to_trackio(tmp_path):
     assert [row["step"] for row in rows if "eval/pass_at_1" in row] == [0, 3]
 
 
-def plain_display(clock=lambda: 0.0):
-    stream = io.StringIO()
+def test_plain_lines_come_at_intervals_and_what_is_new_at_once():
+    now, stream = [0.0], io.StringIO()
     console = Console(file=stream, force_terminal=False, width=300)
-    return ProgressDisplay(100, kind="worked", console=console, clock=clock), stream
-
-
-def test_plain_lines_come_at_most_every_period_and_count_down():
-    now = [0.0]
-    display, stream = plain_display(lambda: now[0])
-    for step in range(1, 26):
-        now[0] = float(step)
-        display.write(step, {"search/reward_mean": 0.5, "buffer/staleness_mean": 1.25})
-    display.close()
-    assert stream.getvalue().splitlines() == [
-        "[0:01] step   1/100  reward 0.500  staleness 1.2",
-        "[0:11] step  11/100, 1:29 left  reward 0.500  staleness 1.2",
-        "[0:21] step  21/100, 1:19 left  reward 0.500  staleness 1.2",
-        "[0:25] step  25/100, 1:15 left  reward 0.500  staleness 1.2",
-    ]
-
-
-def test_evaluations_notes_and_phases_are_printed_at_once_with_what_hinders_learning():
-    display, stream = plain_display()
+    display = ProgressDisplay(100, kind="worked", console=console, clock=lambda: now[0])
     display.phase("compiling")
     display.phase("compiling")
     display.write(0, {"eval/pass_at_1": 0.41})
+    for step in range(1, 24):
+        now[0] = float(step)
+        display.write(step, {"search/reward_mean": 0.5, "buffer/staleness_mean": 1.25})
     values = {"reward_mean": 0.5, "reward_part_right": 0.4, "kind_share": 0.4, "tokens_per_s": 8123}
     values |= {"response_length_mean": 9.0, "cut_share": 0.25, "equal_rewards_share": 0.75}
     values = {f"search/{name}": value for name, value in values.items()}
-    display.write(2, {"eval/pass_at_1": 0.523, "train/kl_reference": 0.0123, **values})
+    display.write(24, {"eval/pass_at_1": 0.523, "train/kl_reference": 0.0123, **values})
     display.note("saved [bold]x[/bold]")
     display.close()
     display.close()
-    compiling, before, line, note = stream.getvalue().splitlines()
-    assert (compiling, note) == ("[0:00] compiling", "[0:00] saved [bold]x[/bold]")
-    assert before == "[0:00] step   0/100  held-out pass@1 41.0%"
-    assert line.startswith("[0:00] step   2/100  held-out pass@1 41.0% -> 52.3%  ")
+    lines = stream.getvalue().splitlines()
+    assert lines[:2] == ["[0:00] compiling", "[0:00] step   0/100  held-out pass@1 41.0%"]
+    assert [line[:15] for line in lines[2:5]] == [f"[0:{n:02}] step  {n:2}" for n in (1, 11, 21)]
+    assert "1:29 left" in lines[3] and lines[-1] == "[0:23] saved [bold]x[/bold]"
+    line = lines[5]
+    assert "step  24/100" in line and "held-out pass@1 41.0% -> 52.3%  " in line
     assert "reward 0.500 (right 0.400)" in line and "worked answers 40%" in line
     assert "length 9.0 tokens (25% cut)  groups with equal rewards 75%  KL 0.0123" in line
     assert "decoded 8.1k tok/s" in line

@@ -64,6 +64,7 @@ def test_rows_become_groups_of_at_most_s_responses_that_end(tmp_path, tokenizer)
         ({"response": "1"}, {}, "prompt_id = None, want the index of a training problem"),
         ({"prompt_id": -1, "response": "1"}, {}, "prompt_id = -1, want the index"),
         ({"prompt_id": True, "response": "1"}, {}, "prompt_id = True, want the index"),
+        ({"prompt_id": 0, "response": "1<eos>"}, {}, "contains an end-of-sequence token"),
         ({"prompt_id": 0, "response": "123456"}, {}, "6 tokens; wanted .* to 5 "),
         ({"prompt_id": 0, "response": "1"}, {"min_new_tokens": 2}, "1 tokens; .*min_new_tokens"),
         ({"prompt_id": 0, "response": "1"}, {"max_prompt_tokens": 1}, "max_prompt_tokens = 1"),
@@ -74,13 +75,6 @@ def test_a_bad_row_is_named(tmp_path, tokenizer, row, changes, message):
     line = 1 if "max_prompt_tokens" in changes else 2
     with pytest.raises(ValueError, match=f"start.jsonl, line {line}: .*{message}"):
         load(path, tokenizer, **changes)
-
-
-def test_an_end_of_sequence_token_in_a_response_is_refused(tmp_path, tokenizer):
-    eos = tokenizer.decode(tokenizer.eos_ids[:1], skip_special=False)
-    path = write(tmp_path, {"prompt_id": 0, "response": f"1{eos}"})
-    with pytest.raises(ValueError, match="line 1: the response contains an end-of-sequence token"):
-        load(path, tokenizer)
 
 
 def test_log_probs_of_given_responses_are_those_of_drawing_them(tokenizer):
@@ -104,17 +98,10 @@ def test_log_probs_of_given_responses_are_those_of_drawing_them(tokenizer):
         Ticket(i, p, tuple(drawn.tokens[i, j, : drawn.lengths[i, j]] for j in range(4 - i)))
         for i, p in enumerate(prompts)
     ]
-    program = make_start_program(
-        model,
-        Scoring(temperature=0.8, eos_ids=tokenizer.eos_ids, min_new_tokens=2),
-        max_new_tokens=12,
-    )
-    score = GivenScorer(
-        program,
-        samples_per_prompt=4,
-        temperature=0.8,
-        padding=Padding((12,), (12,), tokenizer.pad_id),
-    )
+    scoring = Scoring(temperature=0.8, eos_ids=tokenizer.eos_ids, min_new_tokens=2)
+    program = make_start_program(model, scoring, max_new_tokens=12)
+    padding = Padding((12,), (12,), tokenizer.pad_id)
+    score = GivenScorer(program, samples_per_prompt=4, temperature=0.8, padding=padding)
     for i, ticket in enumerate(given):
         group = score(params, ticket, version=5)
         assert group.prompt is prompts[i] and len(group.episodes) == 4 - i

@@ -6,9 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from fake_batches import CONFIG, SCORING, gradient_of, lay_out, make_draws
-from fake_models import random_params
+from fake_models import random_params, scored_tokens
 
-from tba_jax.models.logprobs import token_logprobs
 from tba_jax.replay.records import Packer
 
 # Of each episode: its paths, and the tokens that the policy sampled. The second path of (2, 5)
@@ -19,11 +18,9 @@ FORKS = {
     (1, 2): ((), (1, 0, 1, 1)),
 }
 LAYOUTS = [
-    {},
-    {"shares_prompts": True},
-    {"row_length": 16},
-    {"row_length": 16, "shares_prompts": True},
     {"micro_batch_rows": 2},
+    {"shares_prompts": True},
+    {"row_length": 16, "shares_prompts": True},
 ]
 
 
@@ -50,14 +47,10 @@ def alone(params, prompt, y):
     total = 0.0
     for path in y.paths:
         tokens = y.response_tokens[path]
-        n = len(tokens)
-        row = np.concatenate([prompt.tokens, tokens])[None, None]
-        sizes = np.full((1, 1), len(prompt.tokens)), np.full((1, 1), n)
-        found = token_logprobs(
-            params, row, *sizes, response_bucket=n, config=CONFIG, scoring=SCORING
-        )
-        total += found[0, 0] @ (np.ones(n) if y.is_sampled is None else y.is_sampled[path])
-    return float(total)
+        found = scored_tokens(CONFIG, params, prompt.tokens, tokens, SCORING, multiple=16)
+        is_sampled = np.ones(len(tokens)) if y.is_sampled is None else y.is_sampled[path]
+        total += found @ is_sampled
+    return total
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)

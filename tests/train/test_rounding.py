@@ -8,13 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 from fake_batches import CONFIG, SETTINGS, broken, make_batch, make_mesh
 from fake_models import random_params
 from jax.sharding import NamedSharding, PartitionSpec
 
 from tba_jax.train.config import OptimizerSettings
-from tba_jax.train.objectives import make_objective
 from tba_jax.train.optimizers import make_optimizer
 from tba_jax.train.rounding import rounded_like, rounding_key, stochastically_rounded
 from tba_jax.train.state import init_state
@@ -168,21 +166,3 @@ def test_a_step_that_is_not_finite_leaves_bfloat16_parameters_as_they_are():
     assert int(state.skipped_steps) == 1
     after = jax.device_get((state.params, state.opt_state.inner_state))
     jax.tree.map(np.testing.assert_array_equal, after, before)
-
-
-@pytest.mark.slow
-def test_a_learned_log_z_stays_float32_and_exact():
-    """Its updates are those of a run whose parameters are float32 copies of the same numbers."""
-    objective = make_objective("tb", {"scale": "paper", "log_z": "learned"})
-    optimizer = make_optimizer(OptimizerSettings(clip_norm=0.0))
-    heads = []
-    for dtype in (jnp.bfloat16, jnp.float32):
-        params = narrow_params(CONFIG, dtype)
-        settings = replace(STOCHASTIC, objective=objective)
-        step = make_train_step(CONFIG, optimizer, optax.constant_schedule(0.1), settings)
-        state = init_state(params, optimizer, keep_reference=False, head_size=CONFIG.hidden_size)
-        state, _ = step(state, make_batch())
-        heads.append(jax.device_get(state.head))
-    for got, want in zip(*map(jax.tree.leaves, heads), strict=True):
-        assert got.dtype == np.float32 and np.abs(want).max() > 0
-        np.testing.assert_allclose(got, want, rtol=1e-3, atol=1e-6)

@@ -25,15 +25,6 @@ def test_a_schedule_of_each_shape(text, expected):
         assert value_at(schedule, jnp.int32(step)).dtype == jnp.float32
 
 
-def test_gsm8k_beta_is_the_papers_line():
-    # paper: beta_f (t - 1) / 500 + beta_0 (1 - (t - 1) / 500), t counted from 1
-    schedule = Schedule(0.014, 0.004, 500, "linear")
-    for t in (1, 2, 250, 501, 700):
-        share = min(1.0, (t - 1) / 500)
-        expected = 0.004 * share + 0.014 * (1 - share)
-        np.testing.assert_allclose(value_at(schedule, t - 1), expected, rtol=1e-5)
-
-
 def test_a_schedule_that_never_leaves_a_value_says_so():
     assert Schedule(1.0).is_always(1.0) and Schedule(1.0, 1.0, 7, "linear").is_always(1.0)
     assert Schedule(1.0, final=9.0).is_always(1.0)  # constant: the final value is not reached

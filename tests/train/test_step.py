@@ -126,16 +126,12 @@ ONE, PARTS, WHOLE = (
     {"micro_batch_rows": 6, "is_whole": True},
 )
 SHARED, PACKED = {"shares_prompts": True}, {"row_length": 18}
+# Every loss in every layout is in test_loss_layouts.py; here is the model behind it.
 CASES = [
     ("tb", {}),
-    ("grpo", ONE),
-    slow("rloo", PARTS),
-    ("cispo", WHOLE),
-    ("dapo", SHARED),
-    slow("ipo", {**SHARED, **PARTS}),
+    slow("tb", ONE),
     ("tb", {**SHARED, **WHOLE}),
     ("grpo", {**PACKED, **PARTS}),
-    slow("gspo", {**PACKED, **WHOLE}),
     ("ppo", {**PACKED, **SHARED, **WHOLE}),
     slow("ppo", PARTS),
     ("tb learned", {**SHARED, **PARTS}),
@@ -164,15 +160,7 @@ def test_loss_and_gradient_are_those_of_each_response_alone(name, layout):
     np.testing.assert_allclose(outputs["shown"]["policy"][:, :T], logp[0], atol=1e-5)
 
 
-def test_equal_tokens_share_a_row_and_keep_their_own_sampler_and_reward():
-    batch = lay_out(problem_draws())
-    first, second = batch.source[0, :2]
-    np.testing.assert_array_equal(first, second)
-    assert (batch.rewards[0, 0], batch.staleness[0].tolist()) == (0.5, [-1, *[0] * 5])
-    assert (batch.behavior[0, 0] != batch.behavior[0, 1])[batch.mask[0, 0]].all()
-
-
-@pytest.mark.parametrize("layout", [PACKED, slow({**SHARED, **WHOLE}), slow(PARTS)], ids=str)
+@pytest.mark.parametrize("layout", [PACKED, slow({**SHARED, **WHOLE})], ids=str)
 def test_the_reference_is_computed_in_the_rows_that_lack_it(layout):
     """The rest of the batch keeps its own numbers, to the bit."""
     draws = problem_draws()
@@ -199,17 +187,6 @@ def test_the_reference_is_computed_in_the_rows_that_lack_it(layout):
 def sgd_step(settings, rate=0.5):
     step = make_train_step(CONFIG, optax.identity(), optax.constant_schedule(rate), settings)
     return step, init_state(random_params(CONFIG), optax.identity(), keep_reference=False)
-
-
-def test_tokens_without_a_place_in_the_loss_are_in_no_sum():
-    """EOS by `uncounted`; the log-prob of a response is then that of the other tokens."""
-    draws = make_draws(p=2)
-    batch = lay_out(draws, uncounted=(5, 7))
-    _, outputs = gradient_of(batch)
-    is_left = np.isin(draws[1].trajectories[0].response_tokens, (5, 7))
-    assert (batch.mask[1, 0, : len(is_left)] == ~is_left).all()
-    plain = gradient_of(lay_out(draws))[1]
-    assert np.abs(plain["sums"]["policy"] - outputs["sums"]["policy"]).max() > 0.1
 
 
 @pytest.mark.parametrize("micro_batch_rows", [0, slow(8)])
@@ -317,7 +294,7 @@ def infinite(groups, beta, *, epochs=1):
     return tb(groups, beta).loss + jnp.inf
 
 
-@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("epochs", [1, slow(2)])
 def test_a_loss_that_is_not_finite_is_skipped_though_its_gradient_is_finite(epochs):
     objective = Objective("infinite", infinite, (("epochs", epochs),))
     optimizer = optax.scale_by_adam()
@@ -336,13 +313,11 @@ def test_a_loss_that_is_not_finite_is_skipped_though_its_gradient_is_finite(epoc
 
 
 @pytest.mark.parametrize(
-    ("param_dtype", "compute_dtype"),
-    [slow("float32", "bfloat16"), ("bfloat16", "bfloat16")],
+    ("name", "param_dtype"), [("adamw", "bfloat16"), slow("adafactor", "float32")]
 )
-@pytest.mark.parametrize("name", ["adamw", slow("adafactor")])
-def test_every_dtype_trains_and_stays_what_it_is(name, param_dtype, compute_dtype):
+def test_every_dtype_trains_and_stays_what_it_is(name, param_dtype):
     optimizer = make_optimizer(OptimizerSettings(name, b2=0.99, weight_decay=0.01))
-    scoring = replace(SCORING, compute_dtype=compute_dtype)
+    scoring = replace(SCORING, compute_dtype="bfloat16")
     # Traced for the gradient, for the value and for the shapes of outputs, and never again.
     chex.clear_trace_counter()
     loss = chex.assert_max_traces(tb, n=3)
@@ -362,12 +337,11 @@ def test_every_dtype_trains_and_stays_what_it_is(name, param_dtype, compute_dtyp
     assert losses[-1] < 0.7 * losses[0], losses
 
 
-@pytest.mark.parametrize(("micro_batch_rows", "keep_reference"), [(2, True), slow(0, False)])
-def test_the_whole_state_is_updated_in_place(micro_batch_rows, keep_reference):
+def test_the_whole_state_is_updated_in_place():
     optimizer = make_optimizer(OptimizerSettings("adamw", b2=0.99, weight_decay=0.01))
-    settings = replace(SETTINGS, micro_batch_rows=micro_batch_rows, reference_reset_period=2)
+    settings = replace(SETTINGS, micro_batch_rows=2, reference_reset_period=2)
     step = make_train_step(CONFIG, optimizer, optax.constant_schedule(1e-3), settings)
-    state = init_state(random_params(CONFIG), optimizer, keep_reference=keep_reference)
+    state = init_state(random_params(CONFIG), optimizer, keep_reference=True)
     memory = step.lower(state, make_batch()).compile().memory_analysis()
     # All but the flag of the last update, which the step writes and does not read.
     assert memory.alias_size_in_bytes == sum(x.nbytes for x in jax.tree.leaves(state)) - 1

@@ -7,9 +7,21 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fake_groups import PADDED, make_draws
+from fake_groups import make_trajectory
 
+from tba_jax.flow.layout import RowLayout
+from tba_jax.flow.padding import Padding
+from tba_jax.flow.trajectory import Draw, Prompt
 from tba_jax.train.trainer import NonFiniteError, Trainer
+
+PADDED = RowLayout(1, 2, Padding((4,), (8,), 0))
+
+
+def make_draws():
+    """A draw of a response of one token and of one of six."""
+    ys = [make_trajectory(0, range(3, 3 + n), reward=1.0) for n in (1, 6)]
+    ys = tuple(replace(y, sampling_temperature=1.0) for y in ys)
+    return [Draw(Prompt(0, "", np.array([1, 2], np.int32), {}), ys, True, (0, 1))]
 
 
 class Buffer:
@@ -88,15 +100,9 @@ def test_log_probs_of_the_reference_are_kept_with_their_tokens():
     trainer.step()
     ((one, six),) = buffer.kept[0]
     assert (one.tolist(), six.tolist()) == ([0], [8, 9, 10, 11, 12, 13])
-    scored = [
-        d._replace(
-            trajectories=tuple(
-                replace(y, reference_token_logprobs=y.behavior_token_logprobs)
-                for y in d.trajectories
-            )
-        )
-        for d in make_draws()
-    ]
+    (draw,) = make_draws()
+    ys = [replace(y, reference_token_logprobs=y.behavior_token_logprobs) for y in draw.trajectories]
+    scored = [draw._replace(trajectories=tuple(ys))]
     for options in ({"draws": scored}, {"keeps_references": False}):
         trainer, buffer = make_trainer([True], **options)
         trainer.step()
