@@ -108,6 +108,7 @@ def run_training(
     stop = Interruption(signals, second=signal.default_int_handler)
     with contextlib.closing(stop), surviving_closed_outputs():
         outcome = train(config, workdir, interrupted=stop, callbacks=callbacks)
+    assert outcome is not None, "this process trains"
     if not outcome.is_finished:
         raise KeyboardInterrupt(
             f"stopped at step {outcome.step} of {config.num_steps}; the run is saved in {workdir}. "

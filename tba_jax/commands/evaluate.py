@@ -8,7 +8,6 @@ Both forms accept [--config.FIELD=VALUE ...] and [--json].
 """
 
 import contextlib
-import functools
 import json
 import sys
 from collections.abc import Sequence
@@ -37,8 +36,16 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
 
     from tba_jax.devices.site import Site, reading_mesh
     from tba_jax.models.tokenizer import Tokenizer
+    from tba_jax.rewards.kinds import make_source
     from tba_jax.run import task_parts as parts
-    from tba_jax.run.model_parts import decoder_weights, make_decoder, start_weights
+    from tba_jax.run.model_parts import (
+        decoder_weights,
+        describe_model,
+        make_decoder,
+        model_path,
+        start_weights,
+    )
+    from tba_jax.search.prompts import PromptReader
 
     devices = jax.local_devices()
     num = config.search.num_devices
@@ -52,9 +59,15 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
     source = reading_mesh(model_config.hidden_size, devices)
     site = Site(Mesh(np.array(devices[:num]), ("model",)))
 
-    @functools.cache
     def start_params(_: Site) -> Any:
-        return start_weights(config, model_config, source, site.mesh)
+        found = describe_model(config)
+        if found.config != model_config:
+            raise ValueError(
+                "an evaluation with eval.gold compares with the model at config.model.path = "
+                f"{model_path(config)!r}, which has another architecture; name the right one, or "
+                "set --config.eval.gold=''"
+            )
+        return start_weights(config, found, source, site.mesh)
 
     with contextlib.ExitStack() as stack:
 
@@ -63,16 +76,17 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
             stack.callback(part.close if part else lambda: None)
             return part
 
-        rewards = closed(parts.make_rewards(config, task, tokenizer, [site]))
+        row = parts.first_row(task)
+        rewards = closed(make_source(config, task.reward, row, tokenizer, [site]))
         environments = closed(parts.make_environments(config, tokenizer))
         gold = closed(parts.make_gold(config, task, tokenizer, site))
-        judging = parts.make_judging(config, tokenizer, model_config, gold, start_params)
+        measures = parts.make_measures(config, tokenizer, model_config, gold, start_params, [site])
         decoder = make_decoder(config, model_config, tokenizer, site)
         grader = parts.make_grader(config, task, tokenizer, rewards)
         parts.check_environments(config, task, environments)
-        measure = judging.measures[0]
-        answer = parts.make_shard_evaluator(config, decoder, grader, measure, environments)
-        evaluator = parts.make_evaluator(config, task, tokenizer, judging.metrics)
+        answer = parts.make_shard_evaluator(config, decoder, grader, measures[site], environments)
+        reader = PromptReader(task, tokenizer, config.task.max_prompt_tokens)
+        evaluator = parts.make_evaluator(config, reader)
         # A large model takes minutes. Standard output is for the result alone.
         count = f"{len(evaluator.prompts):,}"
         print(f"{task.name}: evaluating {count} held-out prompts", file=sys.stderr, flush=True)

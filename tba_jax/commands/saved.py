@@ -15,10 +15,10 @@ from tba_jax.devices.platform import open_cache, platform_of
 from tba_jax.devices.site import Site, any_device, reading_mesh
 from tba_jax.models import lora
 from tba_jax.models.shardings import param_shardings
-from tba_jax.run.checkpoint import Checkpoints
+from tba_jax.run.checkpoint import open_newest
 from tba_jax.run.errors import UserError
 from tba_jax.run.model_parts import abstract_state, describe_model, policy_config
-from tba_jax.run.object_store import run_folder, storage_of
+from tba_jax.run.object_store import run_folder
 from tba_jax.run.workdir import saved_config
 
 
@@ -70,10 +70,7 @@ def load_policy(workdir: str | os.PathLike[str]) -> tuple[int, Any, Any, dict[st
     model_config = source.config
     mesh = reading_mesh(model_config.hidden_size, jax.local_devices())
     policy = policy_config(config, model_config)
-    checkpoints = Checkpoints(storage_of(folder), read_only=True)
-    step = checkpoints.newest_required()
-    if found := checkpoints.damage(step):
-        raise checkpoints.damaged(step, found)
+    checkpoints, step = open_newest(folder)
     params = checkpoints.read(step, abstract_state(config, model_config, mesh)).params
     if policy.adapters is not None:
         base = source.load_params(

@@ -24,7 +24,7 @@ from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config
 from tba_jax.report.files import load_run
 from tba_jax.report.page import headline
-from tba_jax.run.workdir import is_finished
+from tba_jax.run.workdir import finished_report
 from tba_jax.settings import ConfigError
 
 MAIN = (sys.executable, "-m", "tba_jax.main")
@@ -158,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         try:
             if isinstance(config, ConfigError):
                 failure = str(config)
-            elif is_finished(folder, config.num_steps):
+            elif finished_report(folder, config.num_steps):
                 failure = ""
             else:
                 failure = _train([*MAIN, *point.arguments], folder)

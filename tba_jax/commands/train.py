@@ -7,7 +7,6 @@ The command resumes a run that the work directory has already. With --coordinato
 command runs on every host, under jax.distributed.
 """
 
-import contextlib
 import json
 import os
 import signal
@@ -22,12 +21,12 @@ from tba_jax.config.advice import notes
 from tba_jax.config.command_line import local_folder, override
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config, flatten
-from tba_jax.devices.cluster import Address, PeerError, resolve_address
+from tba_jax.devices.cluster import Address, Cluster, PeerError, resolve_address
 from tba_jax.remote.channel import HEARTBEAT_S
 from tba_jax.run.errors import UserError, tell
 from tba_jax.run.peers import start_cluster
-from tba_jax.run.run import run_job, train
-from tba_jax.run.workdir import Outcome, begun_config, default_workdir
+from tba_jax.run.run import train
+from tba_jax.run.workdir import begun_config, default_workdir
 from tba_jax.storage.whole_files import is_address
 
 # This runs before JAX is imported, so that times count from the start of the command.
@@ -111,29 +110,20 @@ def _dry_run(workdir: object, config: Config) -> int:
     return 0
 
 
-def _run(config: Config, workdir: Path | str) -> int:
-    """Train in one process, or report that the run is finished; return the exit code."""
+def _run(config: Config, workdir: Path | str, job: Cluster | None = None) -> int:
+    """Train, or report that the run is finished; return the exit code of a single process."""
     interrupted = Interruption()
-    outcome = train(config, workdir, interrupted=interrupted, start_s=_PROCESS_START)
-    other = "a signal to another process"
-    return _say(outcome, config, str(workdir).rstrip("/"), interrupted.signal_number, other)
-
-
-def _say(
-    outcome: Outcome, config: Config, workdir: object, signal_number: int | None, other: str
-) -> int:
-    """Print the outcome of a run; return the exit code of a single process.
-
-    Args:
-        signal_number: signal that stopped this process; None: another cause, `other`.
-    """
+    outcome = train(config, workdir, interrupted=interrupted, start_s=_PROCESS_START, job=job)
+    if outcome is None:  # the first trainer process reports
+        return 0
+    workdir, number = str(workdir).rstrip("/"), interrupted.signal_number
     if not outcome.is_finished:
-        cause = other if signal_number is None else signal.Signals(signal_number).name
+        cause = "a signal to another process" if number is None else signal.Signals(number).name
         print(
             f"Stopped by {cause} at step {outcome.step} of {config.num_steps}; saved. "
             "Run the same command again to continue."
         )
-        return 128 + (signal_number or signal.SIGINT)
+        return 128 + (number or signal.SIGINT)
     if outcome.was_finished:
         print(
             f"This run is finished. Report: {workdir}/report.html (--workdir=DIR begins another "
@@ -151,24 +141,14 @@ def _run_job(config: Config, workdir: Path, job: Address) -> int:
     """
     from tba_jax.planning.choices import choose_together, lines
 
-    interrupted = Interruption()
     everyone = start_cluster(config, job)
-    held = contextlib.ExitStack()
     try:
         given = len(config.chosen)
         config = choose_together(config, everyone, begun_config(workdir))
         validate(config)
         for line in lines(config)[given:] if everyone.is_primary else ():
             print(line, flush=True)
-        cluster, outcome = run_job(
-            config, workdir, everyone, interrupted, start_s=_PROCESS_START, held=held
-        )
-        code = 0
-        if outcome is not None and cluster.is_primary:
-            other = "preemption (SIGTERM to one of the processes)"
-            code = _say(outcome, config, workdir, interrupted.signal_number, other)
-        everyone.close()  # the others may still request steps or tickets
-        held.close()
+        code = _run(config, workdir, everyone)
         return code if everyone.num_processes == 1 else 0
     except BaseException as error:
         if everyone.num_processes == 1:

@@ -8,6 +8,7 @@ measurements. Invariant: at most `_LOGITS_BYTES` of logits per model exist at a 
 """
 
 import functools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -31,21 +32,16 @@ _LOGITS_BYTES = 2**28
 
 
 class WinRate:
-    """Share of responses that a gold reward strictly prefers to the reference response.
+    """Scores of a gold reward for responses and for reference responses.
 
-    The metrics are `win_rate`, over all responses, and `gold_reward_mean`. A reference response is
-    the column `answer` of a prompt; the judge scores it once. A response whose gold reward fails
-    counts as a loss and is not part of the mean.
+    A reference response is the column `answer` of a prompt; the judge scores it once.
 
     Args:
-        gold: reward source that judges responses; None: other processes judge.
+        gold: reward source that judges responses.
         tokenizer: tokenizer of the policy; reference responses get its end-of-sequence token.
-
-    References:
-        TBA, arXiv:2503.18929, section 5.3: strict preference of the gold reward model.
     """
 
-    def __init__(self, gold: RewardSource | None, tokenizer: Tokenizer) -> None:
+    def __init__(self, gold: RewardSource, tokenizer: Tokenizer) -> None:
         self._gold = gold
         self._tokenizer = tokenizer
         self._reference: dict[int, float] = {}  # score of the reference response by prompt ID
@@ -73,17 +69,6 @@ class WinRate:
             "gold_reference": [[self._reference[p.prompt_id]] for p in responses.prompts],
         }
 
-    def __call__(self, responses: Responses) -> dict[str, float]:
-        """Return win rate and mean gold reward."""
-        scores = np.array(responses.measured["gold"])
-        # A comparison with nan is False, so a response whose score failed does not win.
-        wins = scores > np.array(responses.measured["gold_reference"])
-        known = scores[np.isfinite(scores)]
-        return {
-            "win_rate": float(wins.mean()),
-            "gold_reward_mean": float(known.mean()) if len(known) else float("nan"),
-        }
-
     def _score(
         self,
         prompts: Sequence[Prompt],
@@ -93,11 +78,28 @@ class WinRate:
     ) -> list[float]:
         """Return the gold reward of each response; nan if it fails."""
         columns = {name: [p.columns[name] for p in prompts] for name in prompts[0].columns}
-        assert self._gold is not None
         result = self._gold.score(
             [p.text for p in prompts], texts, columns, completion_ids=ids, has_eos=has_eos
         )
         return [float("nan") if r is None else float(r) for r in result.rewards]
+
+
+def win_rate(responses: Responses) -> dict[str, float]:
+    """Return the share of responses that the gold reward strictly prefers, and its mean.
+
+    A response whose gold reward fails counts as a loss and is not part of the mean.
+
+    References:
+        TBA, arXiv:2503.18929, section 5.3: strict preference of the gold reward model.
+    """
+    scores = np.array(responses.measured["gold"])
+    # A comparison with nan is False, so a response whose score failed does not win.
+    wins = scores > np.array(responses.measured["gold_reference"])
+    known = scores[np.isfinite(scores)]
+    return {
+        "win_rate": float(wins.mean()),
+        "gold_reward_mean": float(known.mean()) if len(known) else float("nan"),
+    }
 
 
 class ReferenceDistance:
@@ -115,7 +117,7 @@ class ReferenceDistance:
     - `kl_from_reference`: the same for KL(pi_ref || pi), the direction of the official code.
 
     Args:
-        reference_params: returns the reference weights, on the evaluating device.
+        reference_params: returns the reference weights, on the evaluating device; called once.
         scoring: its temperature divides the logits of both models in the divergences.
 
     References:
@@ -131,7 +133,8 @@ class ReferenceDistance:
         padding: Padding,
         site: Site = ANY_DEVICE,
     ) -> None:
-        self._reference_params = reference_params
+        # Searchers on the same devices share the weights.
+        self._reference_params, self._loading = functools.cache(reference_params), threading.Lock()
         self._padding = padding
         self._vocab_size = config.vocab_size
         self._program = site.locked(make_distance_program(config, scoring, site))
@@ -150,7 +153,8 @@ class ReferenceDistance:
         t = bucket_length(int(lengths.max()), self._padding.response_buckets)
         padded = left_pad(prompts, s, self._padding.pad_id)
         tokens = np.concatenate([padded, responses.tokens.reshape(-1, width)[:, :t]], axis=1)
-        reference = self._reference_params()
+        with self._loading:
+            reference = self._reference_params()
         num_rows = distance_rows(len(lengths), t, self._vocab_size)
         found = []
         for start in range(0, len(lengths), num_rows):

@@ -34,9 +34,7 @@ from tba_jax.planning import roofline
 from tba_jax.planning.estimates import shard_bytes
 from tba_jax.planning.verdict import Group, Program
 from tba_jax.run import model_parts
-from tba_jax.train.optimizers import make_optimizer
 from tba_jax.train.state import TrainState
-from tba_jax.train.step import make_reference_pass, make_train_step
 
 FROZEN = "frozen parameters"
 """Kind of bytes: the base of adapters."""
@@ -198,10 +196,7 @@ class _Run:
 def _trainer_programs(run: _Run) -> list[Planned]:
     config, model_config, mesh = run.config, run.model_config, run.placement.trainer_mesh
     shardings = model_parts.make_step_shardings(config, model_config, mesh)
-    settings = model_parts.make_step_settings(config, Ids().eos_ids, mesh)
-    optimizer, rate = make_optimizer(config.optimizer), model_parts.make_rate(config)
-    train_step = make_train_step(run.policy, optimizer, rate, settings, shardings)
-    score = make_reference_pass(run.policy, settings, shardings)
+    train_step, score = model_parts.make_step_programs(config, run.policy, Ids(), shardings)
     layout = model_parts.make_layout(config, Ids(), mesh)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), layout.largest())
     whole = batch._replace(missing=jax.ShapeDtypeStruct(batch.tokens.shape[:1], jnp.int32))

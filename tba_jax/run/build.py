@@ -20,8 +20,6 @@ from tba_jax.config.resolved import writes_versions
 from tba_jax.config.schema import Config
 from tba_jax.devices.cluster import Cluster
 from tba_jax.flow.layout import Batch
-from tba_jax.flow.tickets import Ticket
-from tba_jax.flow.trajectory import Prompt
 from tba_jax.models import lora
 from tba_jax.remote.channel import ChannelServer
 from tba_jax.remote.client import Client
@@ -36,23 +34,14 @@ from tba_jax.run.object_store import storage_of, upload
 from tba_jax.run.peers import Peer
 from tba_jax.run.records import Logs
 from tba_jax.run.run_state import Run
-from tba_jax.run.shared import (
-    RunClock,
-    Shared,
-    judging_of,
-    make_arrival,
-    make_searchers,
-    open_shared,
-)
-from tba_jax.search.prompts import Prompts
+from tba_jax.run.shared import RunClock, Shared, make_arrival, make_searchers, open_shared
+from tba_jax.search.prompts import PromptReader, Prompts
 from tba_jax.search.searcher import Searcher
 from tba_jax.search.start_data import load_start_tickets
 from tba_jax.storage.steps import delete_own
-from tba_jax.tasks.registry import task_class
 from tba_jax.train.optimizers import make_optimizer
-from tba_jax.train.state import TrainState, make_init_state
-from tba_jax.train.step import make_reference_pass, make_train_step
-from tba_jax.train.trainer import Trainer
+from tba_jax.train.state import StepShardings, TrainState, make_init_state
+from tba_jax.train.trainer import Trainer, TrainStep
 from tba_jax.weights.folder import FOLDER, WeightFolder
 from tba_jax.weights.memory import Weights
 
@@ -81,55 +70,57 @@ def build(
     """
     shared = open_shared(config, workdir, cluster=cluster, clock=clock, note=progress.note)
     shared.rewards.check()
-    if cluster.is_primary and not shared.sites.searchers:  # other processes grade
-        task_parts.try_rewards(config, shared.task)
+    task, tokenizer, is_primary = shared.task, shared.tokenizer, cluster.is_primary
+    if is_primary and not shared.sites.searchers:  # other processes grade
+        task_parts.try_rewards(config, task)
     checkpoints = Checkpoints(
         storage_of(shared.workdir),
         before_commit=functools.partial(upload, shared.workdir),
         run_id=shared.run_id,
         members=cluster.members,
     )
-    step = _newest_intact(checkpoints, cluster)
-    reader = task_parts.make_reader(config, shared.task, shared.tokenizer)
-    if step is None and cluster.is_primary and not task_class(config.task.name).makes_problems:
-        progress.phase(f"checking {shared.task.size('train'):,} prompts")
+    step = checkpoints.newest_intact(cluster)
+    reader = PromptReader(task, tokenizer, config.task.max_prompt_tokens)
+    if step is None and is_primary and not task.makes_problems:
+        progress.phase(f"checking {task.size('train'):,} prompts")
         for line in reader.check_all():
             progress.note(line)
-    state, base = _start_state(shared, checkpoints, step, progress.phase)
-    judging = judging_of(shared)
-    evaluator = task_parts.make_evaluator(config, shared.task, shared.tokenizer, judging.metrics)
-    if evaluator.num_skipped:
-        progress.note(
-            f"{evaluator.num_skipped} held-out prompts exceed task.max_prompt_tokens and are "
-            "skipped"
-        )
+    mesh = shared.sites.trainer.mesh
+    shardings = model_parts.make_step_shardings(config, shared.model.config, mesh)
+    state, base = _start_state(shared, shardings, checkpoints, step, progress.phase)
+    evaluator = task_parts.make_evaluator(config, reader)
+    if number := evaluator.num_skipped:
+        progress.note(f"{number} held-out prompts exceed task.max_prompt_tokens and are skipped")
     evaluations = EvaluationQueue(evaluator)
     weights = _make_weights(shared, base, evaluations)
-    parts = make_searchers(shared, weights, judging)
+    parts = make_searchers(shared, weights)
     # With driver=sync, a wait for fresh responses would never end: they come from the same thread.
     pace = config.replay.pace if config.driver == "async" else "off"
     buffer = ReplayBuffer(dataclasses.replace(config.replay, pace=pace), config.seed)
     owner = None
-    if cluster.is_primary:
+    if is_primary:
         # A checkpoint of a later step has the results of all given responses.
-        path = "" if step else config.task.start_path
-        given = load_start_tickets(path, reader, shared.tokenizer, config.search) if path else []
-        if given:
-            num_given = sum(len(ticket.responses) for ticket in given)
-            progress.note(f"{num_given:,} given responses come first, in {len(given):,} groups")
-        prompts = Prompts(reader, config.seed).from_number
-        owner = _make_owner(shared, buffer, prompts, evaluations, weights, given, progress.note)
+        given_path = "" if step else config.task.start_path
+        owner = _make_owner(shared, buffer, evaluations, weights, reader, given_path, progress.note)
+    trainer = Trainer(
+        state=state,
+        train_step=_make_train_step(shared, shardings, base),
+        weights=weights,
+        # After a reset, log-probs that were stored would be those of another reference.
+        keep_references=None if config.reference.reset_period else buffer.keep_references,
+        clock=clock,
+    )
     run = Run(
         shared=shared,
         checkpoints=checkpoints,
         parts=parts,
         buffer=buffer,
-        trainer=_make_trainer(shared, state, base, buffer, weights),
+        trainer=trainer,
         evaluator=evaluator,
         weights=weights,
         owner=owner,
         searchers=tuple(Searcher(each, owner) for each in parts) if owner else (),
-        logs=Logs(shared.workdir, cluster.is_primary, progress, writers),
+        logs=Logs(shared.workdir, is_primary, progress, tokenizer, config.num_steps, writers),
         server=link if isinstance(link, ChannelServer) else None,
         client=link if isinstance(link, Client) else None,
     )
@@ -137,26 +128,12 @@ def build(
     return run
 
 
-def _newest_intact(checkpoints: Checkpoints, cluster: Cluster) -> int | None:
-    """Return the step of the newest checkpoint, whose files are intact; None without checkpoints.
-
-    All processes call this function, and each process checks a share of the files.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged; raised in all processes.
-    """
-    # Only one process lists the folder, because another host might see a newer checkpoint.
-    step = cluster.broadcast_json(checkpoints.newest())
-    if step is not None:
-        share = (cluster.process_id, cluster.num_processes)
-        checkpoints.check_run(step)
-        if found := sum(cluster.gather_json(checkpoints.damage(step, share=share)), []):
-            raise checkpoints.damaged(step, found)
-    return step
-
-
 def _start_state(
-    shared: Shared, checkpoints: Checkpoints, step: int | None, phase: Callable[[str], None]
+    shared: Shared,
+    shardings: StepShardings,
+    checkpoints: Checkpoints,
+    step: int | None,
+    phase: Callable[[str], None],
 ) -> tuple[TrainState, Any]:
     """Return the train state, new or restored, and the frozen parameters under adapters or None.
 
@@ -165,9 +142,7 @@ def _start_state(
     Args:
         step: step of the checkpoint to restore; None: start from the model.
     """
-    config, policy, mesh = shared.config, shared.policy, shared.sites.trainer.mesh
-    shardings = model_parts.make_step_shardings(config, shared.model.config, mesh)
-    has_adapters = policy.adapters is not None
+    config, has_adapters = shared.config, shared.policy.adapters is not None
     params = base = None
     if step is None or has_adapters:
         phase("loading the model")
@@ -179,9 +154,10 @@ def _start_state(
         base, params = params, None
     if step is None:
         if has_adapters:
-            params = lora.init_adapters(policy, config.seed, shardings.state.params)
+            params = lora.init_adapters(shared.policy, config.seed, shardings.state.params)
         return make_init_state(make_optimizer(config.optimizer), shardings)(params), base
     phase("restoring the newest checkpoint")
+    mesh = shared.sites.trainer.mesh
     abstract = model_parts.abstract_state(config, shared.model.config, mesh)
     return TrainState(*checkpoints.read(step, abstract)), base
 
@@ -200,29 +176,16 @@ def _make_weights(
     if cluster.is_primary:  # steps are made again, and their versions with them
         delete_own(storage / FOLDER, shared.run_id)
     cluster.broadcast_json(None)  # the others list the folder after that
-    return WeightFolder(
-        storage,
-        publish,
-        run_id=shared.run_id,
-        members=cluster.members,
-        wanted=lambda: evaluations.versions,
+    options = {"run_id": shared.run_id, "members": cluster.members}
+    return WeightFolder(storage, publish, wanted=lambda: evaluations.versions, **options)
+
+
+def _make_train_step(shared: Shared, shardings: StepShardings, base: Any) -> TrainStep:
+    """Return the train step of a process, which donates the state; `base` is frozen."""
+    programs = model_parts.make_step_programs(
+        shared.config, shared.policy, shared.tokenizer, shardings
     )
-
-
-def _make_trainer(
-    shared: Shared,
-    state: TrainState,
-    base: Any,
-    buffer: ReplayBuffer,
-    weights: Weights | WeightFolder,
-) -> Trainer:
-    """Build the trainer of a process, which donates the state; `base` is frozen, under adapters."""
-    config, site = shared.config, shared.sites.trainer
-    shardings = model_parts.make_step_shardings(config, shared.model.config, site.mesh)
-    settings = model_parts.make_step_settings(config, shared.tokenizer.eos_ids, site.mesh)
-    optimizer, rate = make_optimizer(config.optimizer), model_parts.make_rate(config)
-    update = site.locked(make_train_step(shared.policy, optimizer, rate, settings, shardings))
-    score = site.locked(make_reference_pass(shared.policy, settings, shardings))
+    update, score = map(shared.sites.trainer.locked, programs)
     is_alone = shared.cluster.num_processes == 1
     frozen = () if base is None else (base,)
 
@@ -239,14 +202,7 @@ def _make_trainer(
             placed = placed._replace(reference=reference, missing=None)
         return *update(state, placed, *frozen), reference
 
-    return Trainer(
-        state=state,
-        train_step=train_step,
-        weights=weights,
-        # After a reset, log-probs that were stored would be those of another reference.
-        keep_references=None if config.reference.reset_period else buffer.keep_references,
-        clock=shared.clock,
-    )
+    return train_step
 
 
 def _from_whole(array: np.ndarray, sharding: jax.sharding.Sharding) -> Array:
@@ -256,33 +212,42 @@ def _from_whole(array: np.ndarray, sharding: jax.sharding.Sharding) -> Array:
 def _make_owner(
     shared: Shared,
     buffer: ReplayBuffer,
-    prompts: Callable[[int], tuple[int, Prompt]],
     evaluations: EvaluationQueue,
     weights: Weights | WeightFolder,
-    given: Sequence[Ticket],
+    reader: PromptReader,
+    given_path: str,
     note: Callable[[str], None],
 ) -> Owner:
-    """Return the owner of the run's tickets, before it is restored."""
-    config, max_staleness = shared.config, shared.config.replay.max_staleness
+    """Return the owner of the run's tickets, before it is restored.
+
+    Args:
+        given_path: file of given responses, which come first; "": none.
+    """
+    config, sites, given = shared.config, shared.sites, []
+    if given_path:
+        given = load_start_tickets(given_path, reader, shared.tokenizer, config.search)
+        num_given = sum(len(ticket.responses) for ticket in given)
+        note(f"{num_given:,} given responses come first, in {len(given):,} groups")
     steps = Steps(
         buffer,
-        model_parts.make_layout(config, shared.tokenizer, shared.sites.trainer.mesh),
+        model_parts.make_layout(config, shared.tokenizer, sites.trainer.mesh),
         num_steps=config.num_steps,
         sync_period=config.sync_period,
         checkpoint_period=config.checkpoint.period,
         # Without newer weights a bound would admit no tickets, and no step would follow.
-        is_publishing=None if max_staleness else lambda: weights.is_publishing,
+        is_publishing=None if config.replay.max_staleness else lambda: weights.is_publishing,
         processes=shared.cluster.members[1:],
         timeout_s=config.log.watchdog_s,
     )
     settings = OwnerSettings(
         identity=shared.identity,
-        num_searchers=shared.sites.num_searchers,
-        num_local=len(shared.sites.searchers),
+        num_searchers=sites.num_searchers,
+        num_local=len(sites.searchers),
         num_prompts=config.batch.num_prompts,
         share=config.replay.recency_prob,
-        max_staleness=max_staleness if config.driver == "async" else 0,
+        max_staleness=config.replay.max_staleness if config.driver == "async" else 0,
         initial_fill=config.search.initial_fill,
         samples_per_prompt=config.search.samples_per_prompt,
     )
+    prompts = Prompts(reader, config.seed).from_number
     return Owner(settings, buffer, prompts, evaluations, steps, given=given, log=note)

@@ -9,12 +9,13 @@ Invariants: a checkpoint is complete or invisible; no file has pickled objects; 
 equals the saved state; a checkpoint of another run is refused (tests/run/test_checkpoint.py).
 """
 
-import contextlib
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from etils import epath
 
+from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.sharding import storable
 from tba_jax.flow.state import PartState, pack_arrays, unpack_arrays
 from tba_jax.run.errors import CheckpointError
@@ -58,62 +59,58 @@ class Checkpoints(SavedSteps):
 
         self.write(step, storable(train_state), write_host_state)
 
-    def abandon(self, timeout_s: float) -> None:
-        """Wait at most `timeout_s` for the current save after the run failed; raise no error.
+    def newest_intact(self, cluster: Cluster) -> int | None:
+        """Return the step of the newest checkpoint; None without checkpoints.
 
-        An incomplete save stays invisible, and the next start removes it.
-        """
-        with contextlib.suppress(CheckpointError):
-            self.wait(timeout_s)
-
-    def check_run(self, step: int) -> None:
-        """Refuse a checkpoint that another run wrote.
+        All processes of the cluster call this function; each of them checks a share of the files.
 
         Raises:
-            CheckpointError: the checkpoint was copied into the work directory.
+            CheckpointError: a file is damaged, or another run wrote it; raised in all processes.
         """
-        saved = digests.run_of(self.path(step))
-        if saved != self.run_id:
+        # Only one process lists the folder, because another host might see a newer checkpoint.
+        if (step := cluster.broadcast_json(self.newest())) is None:
+            return None
+        share = (cluster.process_id, cluster.num_processes)
+        if found := sum(cluster.gather_json(self.damage(step, share=share)), []):
+            raise self.damaged(step, found)
+        if (saved := digests.run_of(self.path(step))) != self.run_id:
             raise CheckpointError(
                 f"checkpoint {step} is of run {saved}, but the work directory is of run "
                 f"{self.run_id}: the checkpoint was copied there. Move it away, or restore the "
                 "config.json of its run"
             )
+        return step
 
     def host_state(self, step: int) -> dict[str, PartState]:
-        """Return the host state of a checkpoint by name.
-
-        Raises:
-            CheckpointError: it is missing or damaged.
-        """
-        if found := self.damage(step, below=_HOST):
-            raise self.damaged(step, found)
+        """Return the host state of an intact checkpoint by name."""
         return {
             file.name.removeprefix(_HOST): PartState(*unpack_arrays(file.read_bytes()))
             for file in self.path(step).glob(f"{_HOST}*")
         }
 
-    def newest_required(self) -> int:
-        """Return the step of the newest checkpoint.
 
-        Raises:
-            CheckpointError: there is none.
-        """
-        step = self.newest()
-        if step is None:
-            raise CheckpointError(
-                f"no complete checkpoint in {self.folder}: the run has not saved one yet. Wait for "
-                "it, or give the --workdir of another run"
-            )
-        return step
+def open_newest(workdir: str | os.PathLike[str], of: str = "") -> tuple[Checkpoints, int]:
+    """Return checkpoints to read, and the step of the newest one, whose files are intact.
 
-
-def load_host_state(workdir: str) -> tuple[int, dict[str, PartState]]:
-    """Return step and host state of the newest checkpoint of a run, without changing files.
+    Args:
+        workdir: local folder of a run, which may be running.
+        of: prefix of the names of the files that are checked.
 
     Raises:
-        CheckpointError: the folder has no readable checkpoint.
+        CheckpointError: there is no checkpoint, or it is damaged.
     """
     checkpoints = Checkpoints(storage_of(workdir), read_only=True)
-    step = checkpoints.newest_required()
+    if (step := checkpoints.newest()) is None:
+        raise CheckpointError(
+            f"no complete checkpoint in {checkpoints.folder}: the run has not saved one yet. Wait "
+            "for it, or give the --workdir of another run"
+        )
+    if found := checkpoints.damage(step, below=of):
+        raise checkpoints.damaged(step, found)
+    return checkpoints, step
+
+
+def load_host_state(workdir: str | os.PathLike[str]) -> tuple[int, dict[str, PartState]]:
+    """Return step and host state of the newest checkpoint; raise CheckpointError as above."""
+    checkpoints, step = open_newest(workdir, of=_HOST)
     return step, checkpoints.host_state(step)

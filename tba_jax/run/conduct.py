@@ -16,15 +16,15 @@ from tba_jax.config.command_line import versions
 from tba_jax.config.schema import Config, defaults, difference, flatten
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.platform import open_cache
+from tba_jax.devices.worker import StopFlag
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.report.jsonl import LogError, jsonable, stream_jsonl
 from tba_jax.report.process import ReportProcess
 from tba_jax.report.progress import ProgressDisplay
 from tba_jax.report.writers import make_tracker
 from tba_jax.run.build import build
-from tba_jax.run.callbacks import Callbacks
+from tba_jax.run.callbacks import combined
 from tba_jax.run.errors import out_of_memory
-from tba_jax.run.lock import Hold
 from tba_jax.run.loop import train
 from tba_jax.run.peers import Peer
 from tba_jax.run.run_state import Run
@@ -40,7 +40,7 @@ def conduct(
     cluster: Cluster,
     interrupted: Callable[[], bool],
     *,
-    hold: Hold | None,
+    hold: StopFlag | None,
     start_s: float,
     link: Peer | None = None,
     callbacks: Sequence[Callable[..., Any]] = (),
@@ -50,7 +50,7 @@ def conduct(
     Args:
         cluster: the trainer processes of the run; all of them call this function.
         interrupted: function that returns True if the run must stop; called between steps.
-        hold: lock of the work directory; None if another process holds it.
+        hold: flag of the work directory's lock; None if another process holds it.
         link: connection to the other processes of the run.
         callbacks: functions of (step, values), called after each step.
 
@@ -66,7 +66,7 @@ def conduct(
         config.num_steps, kind=kind, metric=task.metric, console=console, start_s=start_s
     )
     try:
-        named = Callbacks(callbacks, display.note)
+        named = combined(callbacks, display.note)
         for line in filter(None, (*notes(config), open_cache())):
             display.note(line)
         writers: list[Any] = [ReportProcess(workdir)] if is_primary else []

@@ -21,6 +21,7 @@ _PACKAGE = Path(__file__).parents[1]
 _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Make room"),
     **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "Make it writable"),
+    errno.ENOTDIR: "Give a folder",
     **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO), "Repair the storage"),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "Raise the limit of open files (ulimit -n)"),
 }

@@ -33,7 +33,6 @@ from tba_jax.devices.worker import StopFlag
 from tba_jax.remote.channel import HEARTBEAT_S, Channel, ChannelServer, Endpoint, Unreachable
 from tba_jax.remote.client import Client
 from tba_jax.run.errors import FleetError, UserError
-from tba_jax.run.lock import Hold
 from tba_jax.run.peers import connect, start_cluster
 from tba_jax.run.workdir import Outcome
 from tba_jax.storage.whole_files import read_json, write_json
@@ -161,7 +160,7 @@ def add_failure(failures: Counter[tuple[str, int]], name: str, step: int, why: s
 
 
 def train_fleet(
-    config: Config, workdir: Path, hold: Hold, *, interrupted: Callable[[], bool]
+    config: Config, workdir: Path, hold: StopFlag, *, interrupted: Callable[[], bool]
 ) -> Outcome:
     """Begin a run with placement=fleet, or continue the run in the work directory.
 

@@ -167,7 +167,7 @@ class Loop:
         run = self.run
         for step, values, shown in finished:
             extra = extras.pop(step)
-            run.samples.add_step(step, shown)
+            run.logs.add_step(step, shown)
             idle = [] if run.owner is None else run.owner.idle_s
             times = Times(run.clock(), run.trainer.counters.wait_s, sum(idle) / max(1, len(idle)))
             for line in run.advice.lines(run.config, step, {**values, **extra}, times):

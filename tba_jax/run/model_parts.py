@@ -32,8 +32,8 @@ from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig, abstract_params, unstack_layers
 from tba_jax.train.optimizers import learning_rate_schedule, make_optimizer
 from tba_jax.train.state import StepShardings, TrainState, init_state, step_shardings
-from tba_jax.train.step import StepSettings
-from tba_jax.weights.publication import Layout, make_publish_program
+from tba_jax.train.step import StepSettings, make_reference_pass, make_train_step
+from tba_jax.weights.publication import make_publish_program
 
 START_MODEL = Path(__file__).parents[1] / "assets" / "start_model"
 
@@ -64,52 +64,42 @@ def policy_config(config: Config, model_config: TransformerConfig) -> Transforme
     return lora.with_adapters(model_config, rank, alpha, modules) if rank else model_config
 
 
-def end_ids(config: Config, eos_ids: tuple[int, ...]) -> tuple[int, ...]:
+def end_ids(config: Config, tokenizer: Tokenizer) -> tuple[int, ...]:
     """Return the tokens that end a response: those of the model and of search.stop_ids."""
-    return tuple(dict.fromkeys((*eos_ids, *config.search.stop_ids)))
+    return tuple(dict.fromkeys((*tokenizer.eos_ids, *config.search.stop_ids)))
 
 
-def make_scoring(config: Config, eos_ids: tuple[int, ...]) -> Scoring:
+def make_scoring(config: Config, tokenizer: Tokenizer) -> Scoring:
     """Return the scoring of policy, reference and given responses, in their weights' dtype."""
     return Scoring(
         temperature=config.search.sampling_temperature,
-        eos_ids=end_ids(config, eos_ids),
+        eos_ids=end_ids(config, tokenizer),
         min_new_tokens=config.search.min_new_tokens,
         compute_dtype=config.model.compute_dtype,
     )
 
 
-def make_padding(config: Config, pad_id: int) -> Padding:
+def make_padding(config: Config, tokenizer: Tokenizer) -> Padding:
     """Return the padded lengths of prompts and responses."""
     prompts = padded_lengths(config.task.max_prompt_tokens)
-    return Padding(prompts, padded_lengths(config.search.max_new_tokens), pad_id)
+    return Padding(prompts, padded_lengths(config.search.max_new_tokens), tokenizer.pad_id)
 
 
 # Weights of searchers.
 
 
-def searcher_shardings(
-    model_config: TransformerConfig, mesh: Mesh, quantization: Quantization = "none"
-) -> Any:
-    """Return the shardings of a searcher's weights in the decoder's layout.
+def make_layout_program(
+    config: Config, model_config: TransformerConfig, where: Mesh, quantization: Quantization
+) -> Callable[[Any], Any]:
+    """Return the jitted program that copies parameters in the decoder's layout and dtype.
 
-    Raises:
-        ValueError: the mesh does not divide the model.
+    Args:
+        where: mesh of the parameters and of the copy, with the axes `placement.MESH_AXES`.
     """
-    return on_mesh(mesh, weight_shardings(model_config, mesh, quantization))
-
-
-def adapter_shardings(policy: TransformerConfig, mesh: Mesh) -> Any:
-    """Return the shardings of adapters, divided as the matrices that they adapt."""
-    return on_mesh(mesh, lora.split(param_shardings(policy, mesh))[1])
-
-
-def make_publication(
-    model_config: TransformerConfig, mesh: Mesh, quantization: Quantization = "none"
-) -> tuple[Layout, Any]:
-    """Return the layout of weights for searchers, and the shardings of the published copy."""
     layout = functools.partial(unstack_layers, config=model_config)
-    return layout, weight_shardings(model_config, mesh, quantization)
+    shardings = weight_shardings(model_config, where, quantization)
+    dtype, exact = jnp.dtype(config.model.compute_dtype), model_config.float32_leaves
+    return make_publish_program(dtype, layout, shardings, quantization, exact)
 
 
 def make_publication_program(
@@ -122,51 +112,37 @@ def make_publication_program(
     Args:
         where: `Sites.publication`.
     """
-    policy, quantization = policy_config(config, model_config), config.search.quantization
-    dtype, exact = jnp.dtype(config.model.compute_dtype), model_config.float32_leaves
-    if policy.adapters is not None:
-        shardings = lora.split(param_shardings(policy, where))[1]
-        return make_publish_program(dtype, None, shardings, "none", exact)
-    layout, shardings = make_publication(model_config, where, quantization)
-    return make_publish_program(dtype, layout, shardings, quantization, exact)
+    policy, dtype = policy_config(config, model_config), jnp.dtype(config.model.compute_dtype)
+    if policy.adapters is None:
+        return make_layout_program(config, model_config, where, config.search.quantization)
+    shardings = lora.split(param_shardings(policy, where))[1]
+    return make_publish_program(dtype, None, shardings, "none", model_config.float32_leaves)
+
+
+def adapter_shardings(policy: TransformerConfig, mesh: Mesh) -> Any:
+    """Return the shardings of adapters, divided as the matrices that they adapt."""
+    return on_mesh(mesh, lora.split(param_shardings(policy, mesh))[1])
 
 
 def decoder_weights(
     config: Config, model_config: TransformerConfig, params: Any, source: Mesh, mesh: Mesh
 ) -> Any:
-    """Convert parameters to the rollout dtype and the decoder's layout on a searcher's mesh.
+    """Return parameters in the decoder's layout and dtype, on a searcher's mesh.
 
     Args:
-        params: parameters with stacked layers.
-        source: mesh of `params`, with the axes `placement.MESH_AXES`.
+        params: parameters with stacked layers, on the mesh `source`.
     """
-    layout, published = make_publication(model_config, source)
-    dtype, exact = jnp.dtype(config.model.compute_dtype), model_config.float32_leaves
-    program = make_publish_program(dtype, layout, published, float32_leaves=exact)
-    return hand_over(program(params), searcher_shardings(model_config, mesh))
+    program = make_layout_program(config, model_config, source, "none")
+    return hand_over(program(params), on_mesh(mesh, weight_shardings(model_config, mesh)))
 
 
-def start_weights(config: Config, model_config: TransformerConfig, source: Mesh, mesh: Mesh) -> Any:
-    """Load the start model's weights in the form of `decoder_weights`.
-
-    Args:
-        model_config: expected architecture.
-        source: mesh on which the files are read.
-
-    Raises:
-        ValueError: the model at config.model.path has another architecture.
-    """
-    found = describe_model(config)
-    if found.config != model_config:
-        raise ValueError(
-            "an evaluation with eval.gold compares with the model at config.model.path = "
-            f"{model_path(config)!r}, which has another architecture; name the right one, or set "
-            "--config.eval.gold=''"
-        )
-    dtype = jnp.dtype(config.model.compute_dtype)
-    shardings = param_shardings(model_config, source)
-    params = found.load_params(param_dtype=dtype, shardings=shardings)
-    return decoder_weights(config, model_config, params, source, mesh)
+def start_weights(config: Config, model: models.Description, source: Mesh, mesh: Mesh) -> Any:
+    """Load the weights of a model, on the mesh `source`, in the form of `decoder_weights`."""
+    params = model.load_params(
+        param_dtype=jnp.dtype(config.model.compute_dtype),
+        shardings=param_shardings(model.config, source),
+    )
+    return decoder_weights(config, model.config, params, source, mesh)
 
 
 # Decoding.
@@ -202,7 +178,7 @@ def make_decoder(
             model.
     """
     longest, first = longest_sequence(config, model_config), config.task.max_prompt_tokens
-    ids, max_new_tokens = end_ids(config, tokenizer.eos_ids), config.search.max_new_tokens
+    ids, max_new_tokens = end_ids(config, tokenizer), config.search.max_new_tokens
     if max(ids, default=0) >= model_config.vocab_size:
         raise ValueError(
             f"config.search.stop_ids = {config.search.stop_ids!r}: the model at "
@@ -232,11 +208,10 @@ def make_decoder(
 
 def stop_strings(config: Config, tokenizer: Tokenizer) -> StopStrings | None:
     """Return the texts that end a response; None: none."""
-    if not config.search.stop_strings:
-        return None
     # Special tokens keep their text, so that a stop string can be a special token.
     text_of = functools.partial(tokenizer.decode, skip_special=False)
-    return StopStrings(config.search.stop_strings, text_of)
+    texts = config.search.stop_strings
+    return StopStrings(texts, text_of) if texts else None
 
 
 def swaps_in_flight(config: Config) -> bool:
@@ -246,72 +221,52 @@ def swaps_in_flight(config: Config) -> bool:
     return config.objective.built.needs.sampler != "policy"
 
 
-# Training. A mesh of None stands for the mesh of `config.mesh`.
+# Training.
 
 
-def make_step_settings(
-    config: Config, eos_ids: tuple[int, ...], mesh: Mesh | None = None
-) -> StepSettings:
-    """Return the settings of the train step."""
-    o = config.objective
-    return StepSettings(
-        objective=o.built,
-        scoring=make_scoring(config, eos_ids),
-        beta=o.beta.over(config.num_steps),
-        reference_temperature=o.reference_temperature.over(config.num_steps),
-        reward_temperature=o.reward_temperature.over(config.num_steps),
-        reference_reset_period=config.reference.reset_period,
-        micro_batch_rows=micro_batch_rows(config),
-        row_multiple=_row_multiple(config, mesh),
-        is_whole=groups_stay_whole(config),
-        remat=remat_of(config),
-        rounding_seed=config.seed,
-    )
-
-
-def make_rate(config: Config) -> Callable[[Any], Any]:
-    """Return the learning rate as a function of the step."""
-    return learning_rate_schedule(config.optimizer.learning_rate, config.num_steps)
-
-
-def micro_batch_rows(config: Config) -> int:
-    """Return the number of responses of a micro-batch; 0 if one micro-batch holds the batch."""
-    wanted = config.batch.micro_batch_rows
-    return wanted if wanted < config.batch.num_prompts * config.objective.group_size else 0
-
-
-def groups_stay_whole(config: Config) -> bool:
-    """Return whether each group is in a single micro-batch, so that its rows are scored once.
-
-    The result is False if episodes may fork: their paths may need more rows than a micro-batch has.
-    """
-    may_fork = bool(config.task.environment)
-    return micro_batch_rows(config) >= config.objective.group_size and not may_fork
-
-
-def make_layout(config: Config, tokenizer: Tokenizer, mesh: Mesh | None = None) -> RowLayout:
-    """Return how draws become the rows of a batch."""
+def make_layout(config: Config, tokenizer: Tokenizer, mesh: Mesh) -> RowLayout:
+    """Return how draws become the rows of a batch on the trainer's mesh."""
+    size, rows = config.objective.group_size, config.batch.micro_batch_rows
+    micro_batch_rows = rows if rows < config.batch.num_prompts * size else 0
+    may_fork = bool(config.task.environment)  # paths may need more rows than a micro-batch has
     return RowLayout(
         num_prompts=config.batch.num_prompts,
-        group_size=config.objective.group_size,
-        padding=make_padding(config, tokenizer.pad_id),
+        group_size=size,
+        padding=make_padding(config, tokenizer),
         policy_temperature=config.search.sampling_temperature,
         row_length=config.batch.packed_length,
         shares_prompts=shares_prompts(config),
-        row_multiple=_row_multiple(config, mesh),
-        micro_batch_rows=micro_batch_rows(config),
-        is_whole=groups_stay_whole(config),
+        row_multiple=math.prod(mesh.shape[axis] for axis in batch_axes(mesh)),
+        micro_batch_rows=micro_batch_rows,
+        is_whole=micro_batch_rows >= size and not may_fork,
         has_advantages=config.objective.built.needs.advantages,
-        uncounted=end_ids(config, tokenizer.eos_ids) if config.objective.mask_eos else (),
+        uncounted=end_ids(config, tokenizer) if config.objective.mask_eos else (),
         reference="scored" if config.reference.reset_period else "stored",
     )
 
 
-def _row_multiple(config: Config, mesh: Mesh | None) -> int:
-    """Return the divisor of the rows of a batch: the number of devices that divide them."""
-    if mesh is None:
-        return config.mesh.data * config.mesh.fsdp * config.mesh.expert
-    return math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
+def make_step_programs(
+    config: Config, policy: TransformerConfig, tokenizer: Tokenizer, shardings: StepShardings
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Return the jitted train step, and the jitted pass that scores the reference."""
+    o, layout = config.objective, make_layout(config, tokenizer, shardings.batch.mesh)
+    settings = StepSettings(
+        objective=o.built,
+        scoring=make_scoring(config, tokenizer),
+        beta=o.beta.over(config.num_steps),
+        reference_temperature=o.reference_temperature.over(config.num_steps),
+        reward_temperature=o.reward_temperature.over(config.num_steps),
+        reference_reset_period=config.reference.reset_period,
+        micro_batch_rows=layout.micro_batch_rows,
+        row_multiple=layout.row_multiple,
+        is_whole=layout.is_whole,
+        remat=remat_of(config),
+        rounding_seed=config.seed,
+    )
+    rate = learning_rate_schedule(config.optimizer.learning_rate, config.num_steps)
+    optimizer = make_optimizer(config.optimizer)
+    update = make_train_step(policy, optimizer, rate, settings, shardings)
+    return update, make_reference_pass(policy, settings, shardings)
 
 
 def make_step_shardings(
@@ -334,7 +289,6 @@ def make_step_shardings(
 
 def abstract_state(config: Config, model_config: TransformerConfig, mesh: Mesh) -> TrainState:
     """Return shapes, dtypes and shardings of the train state, for restoring a checkpoint."""
-    policy = policy_config(config, model_config)
     shardings = make_step_shardings(config, model_config, mesh)
     init = functools.partial(
         init_state,
@@ -342,7 +296,8 @@ def abstract_state(config: Config, model_config: TransformerConfig, mesh: Mesh) 
         keep_reference=True,
         head_size=shardings.head_size,
     )
-    return placed_shapes(jax.eval_shape(init, trained_shapes(config, policy)), shardings.state)
+    shapes = trained_shapes(config, policy_config(config, model_config))
+    return placed_shapes(jax.eval_shape(init, shapes), shardings.state)
 
 
 def trained_shapes(config: Config, policy: TransformerConfig) -> Any:

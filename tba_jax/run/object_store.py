@@ -19,8 +19,9 @@ from pathlib import Path
 from etils import epath
 
 from tba_jax.config.command_line import local_folder
+from tba_jax.devices.worker import StopFlag
 from tba_jax.run.errors import UserError
-from tba_jax.run.lock import Hold
+from tba_jax.run.lock import hold
 from tba_jax.run.workdir import ADDRESS, CONFIG, refuse_foreign
 from tba_jax.storage.whole_files import is_address
 
@@ -34,11 +35,11 @@ def storage_of(workdir: str | os.PathLike[str]) -> epath.Path:
 
 
 @contextlib.contextmanager
-def opened(address: str) -> Iterator[tuple[Path, Hold]]:
+def opened(address: str) -> Iterator[tuple[Path, StopFlag]]:
     """Lock a work directory in an object store, and fetch its small files into a local folder.
 
     Yields:
-        The local folder, and the lock.
+        The local folder, and the flag of the lock.
 
     Raises:
         UserError: the store cannot be used, another process holds the directory, or it has files
@@ -50,11 +51,11 @@ def opened(address: str) -> Iterator[tuple[Path, Hold]]:
     local = cache / "tba_jax" / "buckets" / name
     with _reading(root):
         refuse_foreign(root)
-    with Hold(local, root) as hold:
+    with hold(local, root) as flag:
         shutil.rmtree(local / "run", ignore_errors=True)
         _fetch(root, local / "run")
         try:
-            yield local / "run", hold
+            yield local / "run", flag
         except BaseException:
             with contextlib.suppress(Exception):  # the failure of the run is reported instead
                 upload(local / "run")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Log files of a run: metrics.jsonl, and responses of evenly spaced steps in samples.jsonl."""
+"""Logs of a run: metrics.jsonl, responses of evenly spaced steps in samples.jsonl, and trackers."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -7,7 +7,6 @@ from typing import Any
 
 import numpy as np
 
-from tba_jax.config.schema import Config
 from tba_jax.evaluation.evaluator import Evaluation
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import Tokenizer, TokenTexts
@@ -28,27 +27,31 @@ class Logs:
 
     Args:
         is_primary: whether this process writes the files of the run.
+        num_steps: steps of the run.
+        writers: further writers of metrics, such as a tracker.
 
     Attributes:
         metrics: all writers of metrics, including metrics.jsonl and the display.
-        samples: writer of samples.jsonl; None in processes other than 0.
     """
 
     def __init__(
-        self, workdir: Path, is_primary: bool, progress: ProgressDisplay, writers: Sequence[Any]
+        self,
+        workdir: Path,
+        is_primary: bool,
+        progress: ProgressDisplay,
+        tokenizer: Tokenizer,
+        num_steps: int,
+        writers: Sequence[Any] = (),
     ) -> None:
         names = ("metrics.jsonl", "samples.jsonl") if is_primary else ()
         self._files = [JsonlWriter(workdir / name) for name in names]
-        self.samples = self._files[1] if is_primary else None
-        self.progress = progress
+        self.progress, self._texts = progress, TokenTexts(tokenizer)
         self.metrics = MultiWriter([*self._files[:1], progress, *writers])
+        self._num_steps, self._period = num_steps, -(-num_steps // MOST_STEPS)
+        self._newest_eval = -1
 
     def cut_back(self, is_kept: Callable[[dict[str, Any]], bool]) -> None:
-        """Drop lines of work that will be repeated.
-
-        Args:
-            is_kept: whether a line of metrics.jsonl or samples.jsonl stays.
-        """
+        """Keep only some lines of metrics.jsonl and samples.jsonl; the others are written again."""
         for file in self._files:
             file.keep(is_kept)
 
@@ -56,37 +59,17 @@ class Logs:
         """Close all files."""
         self.progress.close()
         self.metrics.close()
-        if self.samples is not None:
-            self.samples.close()
-
-
-class Samples:
-    """Writer of responses of evenly spaced steps of the run.
-
-    Args:
-        log: writer of samples.jsonl; None if another process writes it.
-        track: function of (step, "train" or "eval", responses) that sends responses to trackers.
-    """
-
-    def __init__(
-        self,
-        log: JsonlWriter | None,
-        tokenizer: Tokenizer,
-        config: Config,
-        track: Callable[[int, str, list[dict[str, Any]]], None] = lambda step, of, samples: None,
-    ) -> None:
-        self._log, self._track, self._texts = log, track, TokenTexts(tokenizer)
-        self._step_period = -(-config.num_steps // MOST_STEPS)
-        self._num_steps, self._newest_eval = config.num_steps, -1
+        for file in self._files[1:]:
+            file.close()
 
     def add_step(self, step: int, shown: Shown | None) -> None:
-        """Write the responses to one prompt of a batch, if this step is due.
+        """Write the responses to one prompt of a batch to samples.jsonl, if this step is due.
 
         Args:
             step: number of the update, from 1.
             shown: one prompt of the batch; None in a process that did not draw the batch.
         """
-        if self._log is None or shown is None or (step - 1) % self._step_period:
+        if not self._files or shown is None or (step - 1) % self._period:
             return
         records = []
         for k, y in enumerate(shown.draw.trajectories[:MOST_RESPONSES]):
@@ -115,27 +98,22 @@ class Samples:
             if y.path_lengths:
                 record["path_lengths"] = list(y.path_lengths)
             records.append((shown.draw.prompt, record))
-        self._write(self._log, step, "train", records)
+        self._write(step, "train", records)
 
     def add_evaluation(self, step: int, evaluation: Evaluation, prompts: list[Prompt]) -> None:
         """Write responses to the first held-out prompts, once per logging period."""
-        period, newest = self._step_period, self._newest_eval
-        is_due = step // period != newest // period or step == self._num_steps
-        if self._log is None or not is_due:
+        is_due = step // self._period != self._newest_eval // self._period
+        if not self._files or not (is_due or step == self._num_steps):
             return
         self._newest_eval = step
         if len(prompts) == 1:  # several of its responses are shown
             prompts = prompts * len(evaluation.texts)
         shown = zip(prompts, evaluation.texts, evaluation.rewards, strict=False)
         records = [(x, {"reward": r, "version": step, "tokens": [text]}) for x, text, r in shown]
-        self._write(self._log, step, "eval", records[:MOST_RESPONSES])
+        self._write(step, "eval", records[:MOST_RESPONSES])
 
     def _write(
-        self,
-        log: JsonlWriter,
-        step: int,
-        of: str,
-        records: Iterable[tuple[Prompt, Mapping[str, Any]]],
+        self, step: int, of: str, records: Iterable[tuple[Prompt, Mapping[str, Any]]]
     ) -> None:
         lines = []
         for prompt, record in records:
@@ -145,9 +123,9 @@ class Samples:
             answer = str(prompt.columns.get("answer", ""))[-_MOST_ANSWER:]
             facts = {"step": step, "of": of, "prompt_id": prompt.prompt_id}
             lines.append({**facts, "prompt": text, "answer": answer, **record})
-            log.append(lines[-1])
+            self._files[1].append(lines[-1])
         if lines:
-            self._track(step, of, lines)
+            self.metrics.write_samples(step, of, lines)
 
 
 def _hundredths(values: np.ndarray) -> list[int]:

@@ -1,38 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run from its config to its report: in one process, as a fleet, or as a job.
 
-`train` and `run_job` claim the work directory and join the processes; `conduct` trains and reports.
-In a job of `jax.distributed` every process calls `run_job`; the placement says which of them train,
-search, or do both. No heavy module is imported before a run needs it.
+`train` claims the work directory and joins the processes; `conduct` trains and reports. In a job of
+`jax.distributed` every process calls `train`; the placement says which of them train, search, or do
+both. No heavy module is imported before a run needs it.
 """
 
 import contextlib
+import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from tba_jax.config.command_line import versions
 from tba_jax.config.resolved import asked
-from tba_jax.config.schema import Config
-from tba_jax.devices.cluster import Cluster, peer_errors
+from tba_jax.config.schema import Config, flatten
+from tba_jax.devices.cluster import Cluster, PeerError, peer_errors
 from tba_jax.devices.placement import divide, hosts_of
 from tba_jax.devices.worker import StopFlag
 from tba_jax.remote.channel import ChannelServer
 from tba_jax.remote.client import Client
+from tba_jax.run.errors import UserError
+from tba_jax.run.lock import hold
+from tba_jax.run.object_store import opened
 from tba_jax.run.peers import connect, start_cluster
-from tba_jax.run.workdir import (
-    Outcome,
-    begin_run,
-    claim,
-    claim_together,
-    finished_before,
-    holds_run,
-    is_finished,
-)
+from tba_jax.run.workdir import Outcome, begin_run, finished_report, holds_run
 from tba_jax.storage.whole_files import is_address
-
-if TYPE_CHECKING:
-    from tba_jax.run.lock import Hold
 
 
 def train(
@@ -42,108 +36,66 @@ def train(
     interrupted: Callable[[], bool] = lambda: False,
     start_s: float | None = None,
     callbacks: Sequence[Callable[..., Any]] = (),
-) -> Outcome:
-    """Train in this process: begin a run, or continue the run in the work directory.
+    job: Cluster | None = None,
+) -> Outcome | None:
+    """Begin a run, or continue the run in the work directory, until its end or an interruption.
 
     Args:
         config: validated config of the run.
-        workdir: folder that is created or holds a run with this config; or gs://BUCKET/FOLDER, for
-            a run in one process.
+        workdir: folder that is created or holds a run with this config, visible to every process;
+            or gs://BUCKET/FOLDER, for a run in one process.
         interrupted: returns True if the run must stop; an interrupted run can be continued.
         start_s: value of `time.perf_counter` at which the run's clock starts; None: now.
         callbacks: functions of (step, values), called after each step; placement is not fleet.
-
-    Raises:
-        UserError: the directory holds another run, or another process holds it; or the reward
-            function cannot be used.
-    """
-    start_s = time.perf_counter() if start_s is None else start_s
-    with _claimed(config, workdir) as (folder, hold):
-        if hold is None:
-            return finished_before(config, folder)
-        if config.placement == "fleet":
-            from tba_jax.run.fleet import train_fleet
-
-            return train_fleet(config, folder, hold, interrupted=interrupted)
-        from tba_jax.run.conduct import conduct
-
-        cluster = start_cluster(config)
-        return conduct(
-            config, folder, cluster, interrupted, hold=hold, start_s=start_s, callbacks=callbacks
-        )
-
-
-@contextlib.contextmanager
-def _claimed(config: Config, workdir: Path | str) -> Iterator[tuple[Path, "Hold | None"]]:
-    """Hold a work directory while a run uses it; an address stands for a local folder.
-
-    Yields:
-        The local folder of the run, and its lock; None instead of the lock if the run is finished.
-    """
-    if not is_address(workdir):
-        hold = claim(Path(workdir), config)
-        with hold or contextlib.nullcontext():
-            yield Path(workdir), hold
-        return
-    from tba_jax.run.object_store import opened, upload
-
-    with opened(str(workdir)) as (folder, hold):
-        if not holds_run(folder, config):
-            begin_run(folder, config)
-            upload(folder)
-        is_done = is_finished(folder, config.num_steps)
-        yield folder, None if is_done else hold
-
-
-def run_job(
-    config: Config,
-    workdir: Path,
-    cluster: Cluster,
-    interrupted: Callable[[], bool],
-    *,
-    start_s: float,
-    held: contextlib.ExitStack,
-) -> tuple[Cluster, Outcome | None]:
-    """Train, search, or both, by the role of this process, until the run ends or is interrupted.
-
-    Args:
-        workdir: work directory of the run; every process sees it.
-        cluster: all processes of the job, all of which call this.
-        held: exit stack that releases the work directory and the channel when it closes.
+        job: all processes of the job, which call this function and are disconnected after the run;
+            None: this process alone.
 
     Returns:
-        The processes that train, and the outcome; None in a process that only searches.
+        The outcome; None in other processes than the first one that trains.
 
     Raises:
-        UserError: the commands of the processes differ, or the work directory is refused.
+        UserError: the commands of the processes differ; the directory holds another run, or another
+            process holds it; or the reward function cannot be used.
         PlacementError: the devices cannot be divided as the placement says.
         PeerError: another process ended.
     """
-    import jax
+    start_s = time.perf_counter() if start_s is None else start_s
+    processes, training, searchers = job or Cluster(), (0,), range(0)
+    if processes.num_processes > 1:
+        import jax
 
-    from tba_jax.run.conduct import conduct
+        found = divide(config.placement, jax.devices(), asked(config), processes.number)
+        training = tuple(hosts_of(found.trainer))
+        searchers = range(found.first_searcher, found.first_searcher + len(found.groups))
+    owner, trains = training[0], processes.number in training
+    with contextlib.ExitStack() as held:
+        folder, flag = _claim_together(processes, config, workdir, owner, held)
+        report = finished_report(folder, config.num_steps) if processes.number == owner else None
+        outcome = None if report is None else Outcome(config.num_steps, True, True, report)
+        if processes.gather_json(report is not None)[owner]:
+            pass
+        elif config.placement == "fleet":
+            from tba_jax.run.fleet import train_fleet
 
-    division = divide(config.placement, jax.devices(), asked(config), cluster.number)
-    training = tuple(hosts_of(division.trainer))
-    is_done, hold = claim_together(cluster, config, workdir, held, owner=training[0])
-    trains = cluster.number in training
-    trainers = cluster.among(training) if trains else cluster
-    if is_done:
-        return trainers, finished_before(config, workdir) if trains else None
-    link = connect(config, cluster, training)
-    if isinstance(link, ChannelServer):
-        held.callback(link.close)
-    if not trains:
-        assert isinstance(link, Client), "the owner trains"
-        first = division.first_searcher
-        searchers = range(first, first + len(division.groups))
-        _search(config, workdir, cluster, link, searchers, interrupted)
-        return cluster, None
-    with peer_errors(trainers):
-        outcome = conduct(
-            config, workdir, trainers, interrupted, hold=hold, start_s=start_s, link=link
-        )
-    return trainers, outcome
+            assert flag is not None, "one process drives a fleet"
+            outcome = train_fleet(config, folder, flag, interrupted=interrupted)
+        else:
+            processes = job or start_cluster(config)
+            link = connect(config, processes, training)
+            if isinstance(link, ChannelServer):
+                held.callback(link.close)
+            if trains:
+                from tba_jax.run.conduct import conduct
+
+                cluster = processes.among(training)
+                options: Any = {"hold": flag, "start_s": start_s, "callbacks": callbacks}
+                with peer_errors(cluster):
+                    outcome = conduct(config, folder, cluster, interrupted, link=link, **options)
+            else:
+                assert isinstance(link, Client), "the owner trains"
+                _search(config, folder, processes.alone(), link, searchers, interrupted)
+        processes.close()  # the others may still request steps or tickets
+    return outcome if processes.number == owner else None
 
 
 def _search(
@@ -159,12 +111,73 @@ def _search(
     from tba_jax.run.shared import open_searchers
 
     if not searchers:
-        wait_for_end(link)
-        return
-    shared, parts, weights = open_searchers(config, workdir, searchers, cluster.alone())
-    try:
-        shared.rewards.check()
+        return wait_for_end(link)
+    shared, parts, weights = open_searchers(config, workdir, searchers, cluster)
+    with contextlib.closing(shared.rewards) as rewards:
+        rewards.check()
         stop = StopFlag()
         search(shared.identity, parts, weights, link, stop=stop, wants_stop=interrupted)
-    finally:
-        shared.rewards.close()
+
+
+def claim(workdir: Path | str, config: Config, held: contextlib.ExitStack) -> tuple[Path, StopFlag]:
+    """Lock a work directory until `held` closes, and begin its run unless it holds one.
+
+    Returns:
+        The local folder of the run, and the flag of `lock.hold`.
+
+    Raises:
+        UserError: another process holds the directory, or it holds another run or is not writable.
+    """
+    if is_address(workdir):
+        folder, flag = held.enter_context(opened(str(workdir)))
+    else:
+        folder = Path(workdir)
+        holds_run(folder, config)  # a refused folder gets no lock file
+        flag = held.enter_context(hold(folder))
+    if not holds_run(folder, config):  # no other process can begin a run now
+        begin_run(folder, config)
+    return folder, flag
+
+
+def _claim_together(
+    processes: Cluster,
+    config: Config,
+    workdir: Path | str,
+    owner: int,
+    held: contextlib.ExitStack,
+) -> tuple[Path, StopFlag | None]:
+    """Check that every process has the same command; the owner claims the directory for all.
+
+    Returns:
+        As `claim` in the owner; the directory and None in other processes.
+
+    Raises:
+        UserError: commands differ, or the directory is refused; raised in all processes.
+    """
+    mine = {**flatten(config), "workdir": str(workdir), "version": versions()}
+    first, *others = processes.gather_json(json.loads(json.dumps(mine)))
+    wrong = [
+        f"process {number} was started with another command than process 0: {name}: "
+        f"{first[name]!r} -> {other.get(name)!r}. Start the same command on every host"
+        for number, other in enumerate(others, 1)
+        for name in first
+        if first[name] != other.get(name)
+    ]
+    refusal, found = wrong[0] if wrong else "", (Path(workdir), None)
+    if processes.number == owner and not refusal:
+        try:
+            found = claim(workdir, config, held)
+        except (UserError, OSError) as error:
+            if processes.num_processes == 1:
+                raise
+            refusal = str(error)
+    if refusal := processes.gather_json(refusal)[owner]:
+        with contextlib.suppress(PeerError):  # process 0 ends after the others have read this
+            processes.gather_json(None)
+        raise UserError(refusal)
+    if not found[0].is_dir():
+        raise UserError(
+            f"process {processes.number} does not see the work directory {workdir} that process "
+            f"{owner} made: a pod needs a directory that all hosts share"
+        )
+    return found

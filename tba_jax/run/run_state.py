@@ -4,6 +4,7 @@
 Invariant: `restore` restores everything that `save` saves (tests/integration/test_sync_loop.py).
 """
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from tba_jax.config.advice import Advice
 from tba_jax.config.schema import Config
 from tba_jax.devices.platform import return_free_memory
+from tba_jax.devices.worker import StopFlag
 from tba_jax.evaluation.evaluator import Evaluator
 from tba_jax.flow.state import PartState
 from tba_jax.remote.channel import ChannelServer
@@ -18,8 +20,8 @@ from tba_jax.remote.client import Client
 from tba_jax.remote.owner import Owner
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.run.checkpoint import Checkpoints
-from tba_jax.run.lock import Hold
-from tba_jax.run.records import MOST_RESPONSES, Logs, Samples
+from tba_jax.run.errors import CheckpointError
+from tba_jax.run.records import MOST_RESPONSES, Logs
 from tba_jax.run.shared import RunClock, Shared
 from tba_jax.search.searcher import Searcher, SearchParts
 from tba_jax.train.trainer import Trainer
@@ -29,12 +31,9 @@ from tba_jax.weights.memory import Weights
 
 @dataclasses.dataclass
 class Evaluated:
-    """First and newest evaluation of a run, for the report.
+    """First and newest evaluation of a run, with sample texts, for the report.
 
-    Attributes:
-        before: first evaluation, with sample texts; None before it.
-        after: newest evaluation.
-        last_eval_step: step of the newest evaluation; -1 before the first.
+    `last_eval_step` is the step of the newest evaluation; -1 before the first.
     """
 
     before: dict[str, Any] | None = None
@@ -42,11 +41,9 @@ class Evaluated:
     last_eval_step: int = -1
 
     def state(self) -> PartState:
-        """Return the attributes."""
         return PartState({}, dict(vars(self)))
 
     def restore(self, state: PartState) -> None:
-        """Restore a saved `state`."""
         vars(self).update(state.meta)
 
 
@@ -63,7 +60,7 @@ class Run:
         server: channel server of the owner's process; None without other processes.
         client: connection to the owner in another process; None in the owner's process.
         last_saved_step: step of the newest checkpoint; -1 before the first.
-        hold: lock of the work directory; None if another process holds it.
+        hold: flag of the work directory's lock; None if another process holds it.
         callbacks: functions of the user, called with (step, values), that return additional values.
         advice: finds causes of a slow run and of a run that does not learn.
     """
@@ -82,22 +79,16 @@ class Run:
     client: Client | None = None
     evaluated: Evaluated = dataclasses.field(default_factory=Evaluated)
     last_saved_step: int = -1
-    hold: Hold | None = None
+    hold: StopFlag | None = None
     callbacks: Callable[[int, Mapping[str, Any]], dict[str, float]] = lambda step, values: {}
     advice: Advice = dataclasses.field(default_factory=Advice)
 
-    def __post_init__(self) -> None:
-        track = self.logs.metrics.write_samples
-        self.samples = Samples(self.logs.samples, self.shared.tokenizer, self.config, track)
-
     @property
     def config(self) -> Config:
-        """Config of the run."""
         return self.shared.config
 
     @property
     def clock(self) -> RunClock:
-        """Seconds of running time."""
         return self.shared.clock
 
     def _saveables(self) -> dict[str, Any]:
@@ -152,17 +143,14 @@ class Run:
         """Record finished evaluations; return whether there were any."""
         if self.owner is None:
             return False
-        finished = self.owner.evaluations.poll()
+        finished, known = self.owner.evaluations.poll(), self.evaluated
         for step, evaluation in finished:
             values = evaluation.metrics()
             line = {f"eval/{name}": value for name, value in values.items()}
             self.logs.metrics.write(step, {"time_s": self.clock(), **line, "eval/version": step})
-            self.samples.add_evaluation(step, evaluation, self.evaluator.prompts)
+            self.logs.add_evaluation(step, evaluation, self.evaluator.prompts)
             texts, rewards = evaluation.texts[:MOST_RESPONSES], evaluation.rewards[:MOST_RESPONSES]
-            record, known = (
-                {**values, "step": step, "texts": texts, "rewards": rewards},
-                self.evaluated,
-            )
+            record = {**values, "step": step, "texts": texts, "rewards": rewards}
             known.before, known.after = known.before or record, record
             known.last_eval_step = max(known.last_eval_step, step)
         if finished:
@@ -185,9 +173,13 @@ class Run:
         return self.owner.metrics() if self.owner and self.owner.remote_searchers else {}
 
     def abort(self) -> None:
-        """Release processes and threads after a failure, with a short wait for storage."""
+        """Release processes and threads after a failure, with a short wait for storage.
+
+        An incomplete save stays invisible, and the next start removes it.
+        """
         self.shared.rewards.close()
-        self.checkpoints.abandon(timeout_s=30.0)
+        with contextlib.suppress(CheckpointError):
+            self.checkpoints.wait(timeout_s=30.0)
         self.logs.close()
 
     def close(self) -> None:

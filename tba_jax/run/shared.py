@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from tba_jax.config.command_line import versions
 from tba_jax.config.resolved import asked, writes_versions
 from tba_jax.config.schema import Config
+from tba_jax.decoding.shardings import weight_shardings
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.placement import MESH_AXES, Division, MeshShape, PlacementError, divide
 from tba_jax.devices.sharding import hand_over, placed_shapes
@@ -28,9 +29,10 @@ from tba_jax.environments.pool import EnvironmentPool
 from tba_jax.flow.state import PartState
 from tba_jax.models import lora
 from tba_jax.models import model as models
-from tba_jax.models.shardings import param_shardings
+from tba_jax.models.shardings import on_mesh, param_shardings
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig
+from tba_jax.rewards.kinds import make_source
 from tba_jax.rewards.source import RewardSource
 from tba_jax.run import model_parts, task_parts
 from tba_jax.run.object_store import storage_of
@@ -43,7 +45,7 @@ from tba_jax.tasks.mixture import Mixture
 from tba_jax.tasks.task import Task
 from tba_jax.weights.folder import StoredWeights, WeightFolder
 from tba_jax.weights.memory import OnDevices
-from tba_jax.weights.publication import Published, make_publish_program
+from tba_jax.weights.publication import Published
 
 
 class RunClock:
@@ -136,7 +138,7 @@ class Shared:
         """
         source = self.sites.reading(self.model.config.hidden_size)
         load = source.locked(model_parts.start_weights)
-        return load(self.config, self.model.config, source.mesh, site.mesh)
+        return load(self.config, self.model, source.mesh, site.mesh)
 
 
 def open_shared(
@@ -172,7 +174,9 @@ def open_shared(
     rewards, logs = Rewards(), folder / "logs"
     if sites.searchers:
         rewards = Rewards(
-            task_parts.make_rewards(config, task, tokenizer, sites.searchers, logs),
+            make_source(
+                config, task.reward, task_parts.first_row(task), tokenizer, sites.searchers, logs
+            ),
             task_parts.make_gold(config, task, tokenizer, sites.searchers[0], logs),
             task_parts.make_environments(config, tokenizer, logs),
             task_parts.make_server(config, policy, tokenizer, folder),
@@ -250,7 +254,8 @@ def make_arrival(shared: Shared, base: Any) -> Arrival:
     config, policy, sites = shared.config, shared.policy, shared.sites
     plain, quantization = dataclasses.replace(policy, adapters=None), config.search.quantization
     wanted = [
-        model_parts.searcher_shardings(plain, site.mesh, quantization) for site in sites.searchers
+        on_mesh(site.mesh, weight_shardings(plain, site.mesh, quantization))
+        for site in sites.searchers
     ]
     if policy.adapters is None:
         return Arrival(wanted, [])
@@ -258,9 +263,7 @@ def make_arrival(shared: Shared, base: Any) -> Arrival:
     # One base for each set of devices, in the decoder's layout and in full precision: adapters are
     # added before rounding.
     def in_layout(kind: Any) -> Any:
-        layout, where = model_parts.make_publication(plain, sites.publication.mesh, kind)
-        dtype = jnp.dtype(config.model.compute_dtype)
-        return make_publish_program(dtype, layout, where, kind, plain.float32_leaves)(base)
+        return model_parts.make_layout_program(config, plain, sites.publication.mesh, kind)(base)
 
     exact = in_layout("none")
     held = exact if quantization == "none" else in_layout(quantization)
@@ -268,7 +271,8 @@ def make_arrival(shared: Shared, base: Any) -> Arrival:
     merges: dict[Site, Callable[[Any], Any]] = {}
     for site, shardings in zip(sites.searchers, wanted, strict=True):
         if site not in merges:
-            of_kernels = lora.adapted(model_parts.searcher_shardings(plain, site.mesh), policy)
+            whole = on_mesh(site.mesh, weight_shardings(plain, site.mesh))
+            of_kernels = lora.adapted(whole, policy)
             own = lora.Base(
                 hand_over(kernels, of_kernels),
                 hand_over(rest, lora.unadapted(shardings, policy)),
@@ -304,21 +308,7 @@ def make_stored_weights(shared: Shared) -> StoredWeights:
 # Searchers.
 
 
-def judging_of(shared: Shared) -> task_parts.Judging:
-    """Return the measures of each searcher of this process, and the metrics of the run."""
-    return task_parts.make_judging(
-        shared.config,
-        shared.tokenizer,
-        shared.model.config,
-        shared.rewards.gold,
-        shared.start_params,
-        shared.sites.searchers,
-    )
-
-
-def make_searchers(
-    shared: Shared, weights: OnDevices | WeightFolder, judging: task_parts.Judging
-) -> tuple[SearchParts, ...]:
+def make_searchers(shared: Shared, weights: OnDevices | WeightFolder) -> tuple[SearchParts, ...]:
     """Build the parts of each searcher of this process."""
     config, sites, rewards = shared.config, shared.sites.searchers, shared.rewards
     if not sites:
@@ -341,6 +331,9 @@ def make_searchers(
         for site in dict.fromkeys(site.program_site for site in sites)
     }
     given = {site: _make_given_scorer(shared, site) for site in dict.fromkeys(sites)}
+    measures = task_parts.make_measures(
+        config, shared.tokenizer, shared.model.config, rewards.gold, shared.start_params, sites
+    )
     parts = []
     for i, site in enumerate(sites):
         decoder = engine = decoders[site.program_site]
@@ -359,7 +352,7 @@ def make_searchers(
                 sampler=Sampler(engine, config.search, key, environments, states),
                 grader=grader,
                 evaluator=task_parts.make_shard_evaluator(
-                    config, decoder, grader, judging.measures[i], environments
+                    config, decoder, grader, measures[site], environments
                 ),
                 given=given[site],
                 swaps_in_flight=model_parts.swaps_in_flight(config),
@@ -377,13 +370,13 @@ def _make_given_scorer(shared: Shared, site: Site) -> GivenScorer | None:
     return GivenScorer(
         make_start_program(
             shared.model.config,
-            model_parts.make_scoring(config, tokenizer.eos_ids),
+            model_parts.make_scoring(config, tokenizer),
             max_new_tokens=config.search.max_new_tokens,
             site=site,
         ),
         samples_per_prompt=config.search.samples_per_prompt,
         temperature=config.search.sampling_temperature,
-        padding=model_parts.make_padding(config, tokenizer.pad_id),
+        padding=model_parts.make_padding(config, tokenizer),
     )
 
 
@@ -410,4 +403,4 @@ def open_searchers(
     alone = cluster or Cluster()
     shared = open_shared(config, workdir, cluster=alone, clock=RunClock(), sites=sites)
     weights = make_stored_weights(shared)
-    return shared, make_searchers(shared, weights, judging_of(shared)), weights
+    return shared, make_searchers(shared, weights), weights

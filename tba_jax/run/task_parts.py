@@ -8,10 +8,9 @@ step (tests/run/test_rewarding.py).
 import contextlib
 import functools
 import importlib.util
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from tba_jax.config.resolved import asked
 from tba_jax.config.rules import validate
@@ -19,28 +18,21 @@ from tba_jax.config.schema import Config
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.devices.placement import divide
-from tba_jax.devices.site import ANY_DEVICE, Site
+from tba_jax.devices.site import Site
 from tba_jax.environments.pool import DEFAULT_WORKERS, EnvironmentPool
 from tba_jax.evaluation.attacks import make_attack_metrics
 from tba_jax.evaluation.evaluator import Evaluator, Measure, MetricFunction, ShardEvaluator
-from tba_jax.evaluation.metrics import ReferenceDistance, WinRate, reference_distance
+from tba_jax.evaluation.metrics import ReferenceDistance, WinRate, reference_distance, win_rate
 from tba_jax.models.hf import folders
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.report.writers import TRACKER_PACKAGES
 from tba_jax.rewards.batches import judge_dtype
 from tba_jax.rewards.grader import Grader
-from tba_jax.rewards.kinds import (
-    LEARNED,
-    make_judge,
-    make_source,
-    reward_models,
-    workers_by_cores,
-)
+from tba_jax.rewards.kinds import LEARNED, make_judge, reward_models, workers_by_cores
 from tba_jax.rewards.reward_models import RewardModel
 from tba_jax.rewards.source import RewardSource
 from tba_jax.run import model_parts
-from tba_jax.run.model_parts import end_ids, make_padding, make_scoring
 from tba_jax.run.peers import start_cluster
 from tba_jax.search.prompts import PromptReader, text_of
 from tba_jax.search.sampler import sampling_settings
@@ -49,7 +41,7 @@ from tba_jax.serving.protocol import Served
 from tba_jax.serving.vllm import InferenceServer
 from tba_jax.settings import ConfigError
 from tba_jax.tasks.mixture import Mixture
-from tba_jax.tasks.registry import get_task, task_class
+from tba_jax.tasks.registry import get_task
 from tba_jax.tasks.task import Task
 
 TASK_METRICS = {"attacks": make_attack_metrics}
@@ -62,15 +54,8 @@ def make_task(config: Config) -> Task:
     Raises:
         ValueError: the task is unknown, or does not accept this data.
     """
-    task = config.task
-    return get_task(
-        task.name, task.data_path, task.num_eval_prompts, chat=task.chat, columns=task.columns
-    )
-
-
-def make_reader(config: Config, task: Task, tokenizer: Tokenizer) -> PromptReader:
-    """Return the reader of the task's prompts."""
-    return PromptReader(task, tokenizer, config.task.max_prompt_tokens)
+    name, path, count = config.task.name, config.task.data_path, config.task.num_eval_prompts
+    return get_task(name, path, count, chat=config.task.chat, columns=config.task.columns)
 
 
 def first_row(task: Task) -> tuple[str, Mapping[str, Any]]:
@@ -80,31 +65,6 @@ def first_row(task: Task) -> tuple[str, Mapping[str, Any]]:
 
 
 # Rewards.
-
-
-def make_rewards(
-    config: Config,
-    task: Task,
-    policy_tokenizer: Tokenizer,
-    sites: Sequence[Site],
-    logs: Path | None = None,
-) -> RewardSource | None:
-    """Make the source of rewards for training and evaluation; the caller closes it.
-
-    Args:
-        sites: sites of the searchers, for models that rewards need. A reward model is divided over
-            the first site; `RewardSource.on` gives copies for the others. A victim has a copy on
-            one device of each site.
-        logs: folder of the log files of reward processes; None: their output is that of this
-            process.
-
-    Returns:
-        The source; None if the environment gives the rewards.
-
-    Raises:
-        ValueError: the reward function or model cannot be used, or no reward is set.
-    """
-    return make_source(config, task.reward, first_row(task), policy_tokenizer, sites, logs)
 
 
 def make_grader(
@@ -137,19 +97,15 @@ def make_gold(
                 "package.module:function"
             )
         return None
-    if "answer" not in task.problem("eval", 0)[1]:
+    if "answer" not in first_row(task)[1]:
         raise ValueError(
             f"{config.eval.gold} judges the win rate over reference responses, which are the "
             f"column `answer` of a prompt, and task {task.name} has no such column; add it to the "
             "data, or leave eval.gold empty"
         )
-    if config.eval.gold_model:
-        return RewardModel.load(
-            config.eval.gold_model,
-            site=site,
-            param_dtype=judge_dtype(site),
-            policy_tokenizer=tokenizer,
-        )
+    if path := config.eval.gold_model:
+        dtype = judge_dtype(site)
+        return RewardModel.load(path, site=site, param_dtype=dtype, policy_tokenizer=tokenizer)
     return make_judge(config, config.eval.gold_reward, first_row(task), logs)
 
 
@@ -159,7 +115,7 @@ def try_rewards(config: Config, task: Task) -> None:
     Raises:
         ValueError, RewardFailure: a function cannot be used.
     """
-    own = "" if config.reward.model_path else task_class(config.task.name).reward
+    own = "" if config.reward.model_path else task.reward
     for names in (config.task.reward or own, config.eval.gold_reward):
         if names and names not in LEARNED:
             with contextlib.closing(make_judge(config, names, first_row(task), None)) as source:
@@ -176,17 +132,11 @@ def make_environments(
     if not config.task.environment:
         return None
     search, renderer = config.search, config.task.renderer
-    served = Served(
-        "policy",
-        tokenizer,
-        make_chat_format(tokenizer, renderer),
-        end_ids(config, tokenizer.eos_ids),
-        1 + search.max_new_tokens,
-        sampling_settings(search),
-    )
+    chat, ids = make_chat_format(tokenizer, renderer), model_parts.end_ids(config, tokenizer)
+    limit, sampling = 1 + search.max_new_tokens, sampling_settings(search)
     return EnvironmentPool(
         config.task.environment,
-        served,
+        Served("policy", tokenizer, chat, ids, limit, sampling),
         max_turns=search.max_turns,
         timeout_s=config.reward.timeout_s,
         num_workers=config.reward.num_workers or max(DEFAULT_WORKERS, workers_by_cores()),
@@ -204,22 +154,22 @@ def check_environments(config: Config, task: Task, environments: EnvironmentPool
     if environments is None:
         return
     environments.check()
+    named = f"task.environment = {environments.name!r}"
     has_other = config.task.reward or task.reward or config.reward.model_path
     if not (environments.has_reward or has_other):
         raise ValueError(
-            f"task.environment = {environments.name!r} has no get_reward(), and no other reward is "
-            "set. Add the method, or set --config.task.reward=my_rewards.py:score"
+            f"{named} has no get_reward(), and no other reward is set. Add the method, or set "
+            "--config.task.reward=my_rewards.py:score"
         )
     is_chat = not environments.is_agent and isinstance(task.problem("eval", 0)[0], list)
     if environments.has_tools and not (is_chat and config.task.renderer):
         raise ValueError(
-            f"task.environment = {environments.name!r} has tools, which need chat prompts and the "
-            "tool format of the model. Set --config.task.chat=True, and --config.task.renderer="
-            "qwen3 or another format of the library renderers"
+            f"{named} has tools, which need chat prompts and the tool format of the model. Set "
+            "--config.task.chat=True, and --config.task.renderer=qwen3 or another format of the "
+            "library renderers"
         )
     served = environments.served
-    missing = tuple(sorted(set(served.chat.stop_ids) - set(served.eos_ids)))
-    if missing:
+    if missing := tuple(sorted(set(served.chat.stop_ids) - set(served.eos_ids))):
         raise ValueError(
             f"task.renderer = {config.task.renderer!r}: a message also ends with the tokens "
             f"{list(missing)}. Set --config.search.stop_ids={missing}"
@@ -235,11 +185,7 @@ def check_environments(config: Config, task: Task, environments: EnvironmentPool
 def make_server(
     config: Config, policy: TransformerConfig, tokenizer: Tokenizer, workdir: Path
 ) -> InferenceServer | None:
-    """Return the server that samples responses, if the config names one.
-
-    Args:
-        workdir: folder to which adapters are written; the server reads them there.
-    """
+    """Return the server that samples responses, if the config names one; it reads `workdir`."""
     if not config.search.server:
         return None
     return InferenceServer(
@@ -248,7 +194,7 @@ def make_server(
         model_parts.model_path(config),
         workdir / "adapters",
         longest=config.task.max_prompt_tokens + config.search.max_new_tokens,
-        eos_ids=end_ids(config, tokenizer.eos_ids),
+        eos_ids=model_parts.end_ids(config, tokenizer),
         stop_strings=model_parts.stop_strings(config, tokenizer),
         timeout_s=config.log.watchdog_s / 4,
     )
@@ -257,58 +203,31 @@ def make_server(
 # Evaluation.
 
 
-class Judging(NamedTuple):
-    """Evaluation metrics beyond rewards.
-
-    Attributes:
-        measures: for each searcher, functions that measure responses.
-        metrics: functions that summarise all measurements.
-    """
-
-    measures: list[tuple[Measure, ...]]
-    metrics: tuple[MetricFunction, ...]
-
-
-def make_judging(
+def make_measures(
     config: Config,
     tokenizer: Tokenizer,
     model_config: TransformerConfig,
     gold: RewardSource | None,
-    reference_params: Callable[[Site], Any],
-    sites: Sequence[Site] = (ANY_DEVICE,),
-) -> Judging:
-    """Make the measures and metrics that the config names, besides those of the task.
+    start_params: Callable[[Site], Any],
+    sites: Sequence[Site],
+) -> dict[Site, tuple[Measure, ...]]:
+    """Return, for each site of a searcher, functions that measure responses beyond rewards.
 
     Args:
-        gold: reward source that judges the win rate; None: other processes judge.
-        reference_params: function that returns the start model's weights on a site's devices.
-        sites: site of each searcher that evaluates; searchers may share a site.
+        gold: judge of the win rate; None: the win rate is not measured.
+        start_params: returns the start model's weights on a site, at the first measurement.
     """
-    measures: dict[Site, list[Measure]] = {site: [] for site in sites}
-    metrics: list[MetricFunction] = []
-    lock, load = threading.Lock(), functools.cache(reference_params)
-
-    def params_on(site: Site) -> Any:  # searchers that share devices load only one copy
-        with lock:
-            return load(site)
-
-    if config.eval.gold:
-        win_rate = WinRate(gold, tokenizer)
-        metrics.append(win_rate)
-        for own in measures.values():
-            own.append(win_rate.measure)
+    found = dict.fromkeys(sites, () if gold is None else (WinRate(gold, tokenizer).measure,))
     if config.eval.reference_metrics:
-        metrics.append(reference_distance)
-        for site, own in measures.items():
+        scoring = model_parts.make_scoring(config, tokenizer)
+        padding = model_parts.make_padding(config, tokenizer)
+        for site in found:
+            params = functools.partial(start_params, site)
             distance = ReferenceDistance(
-                model_config,
-                functools.partial(params_on, site),
-                scoring=make_scoring(config, tokenizer.eos_ids),
-                padding=make_padding(config, tokenizer.pad_id),
-                site=site,
+                model_config, params, scoring=scoring, padding=padding, site=site
             )
-            own.append(distance.measure)
-    return Judging([tuple(measures[site]) for site in sites], tuple(metrics))
+            found[site] += (distance.measure,)
+    return found
 
 
 def make_shard_evaluator(
@@ -319,40 +238,28 @@ def make_shard_evaluator(
     environments: EnvironmentPool | None,
 ) -> ShardEvaluator:
     """Make the evaluator of shards on one set of devices."""
+    search, n = config.search, config.eval.num_samples
     sampling = SamplingSettings(
-        config.search.max_new_tokens,
-        temperature=config.eval.temperature,
-        min_new_tokens=config.search.min_new_tokens,
+        search.max_new_tokens, config.eval.temperature, min_new_tokens=search.min_new_tokens
     )
-    n, slots = config.eval.num_samples, config.search.slots
-    num_slots = min(max(1, slots // n) * n, slots)
+    num_slots = min(max(1, search.slots // n) * n, search.slots)
     return ShardEvaluator(decoder, grader, sampling, n, num_slots, measures, environments)
 
 
-def make_evaluator(
-    config: Config, task: Task, tokenizer: Tokenizer, metrics: Sequence[MetricFunction] = ()
-) -> Evaluator:
-    """Make the evaluator of a config; `metrics` are added to those of the task.
-
-    A shard has as many prompts as fill the slots of a searcher.
+def make_evaluator(config: Config, reader: PromptReader) -> Evaluator:
+    """Make the evaluator of a config; a shard has as many prompts as fill a searcher's slots.
 
     Raises:
         ValueError: a model that the task's metrics need is not usable.
     """
-    reader = make_reader(config, task, tokenizer)
+    task = reader.task
     prompts, num_skipped = reader.held_out(config.task.num_eval_prompts)
     per_shard = max(1, config.search.slots // config.eval.num_samples)
-    own = [TASK_METRICS[name](config.eval) for name in task_class(config.task.name).metrics]
-    return Evaluator(
-        prompts=prompts,
-        num_skipped=num_skipped,
-        shard_size=min(per_shard, len(prompts)),
-        metric=task.metric,
-        metrics=(*own, *metrics),
-    )
-
-
-# Checks before a run.
+    metrics: list[MetricFunction] = [TASK_METRICS[name](config.eval) for name in task.metrics]
+    metrics += [win_rate] if config.eval.gold else []
+    metrics += [reference_distance] if config.eval.reference_metrics else []
+    shard_size = min(per_shard, len(prompts))
+    return Evaluator(prompts, num_skipped, shard_size, task.metric, tuple(metrics))
 
 
 def preflight(config: Config) -> None:
@@ -364,14 +271,12 @@ def preflight(config: Config) -> None:
         ConfigError, ValueError, RewardFailure, OSError: the first problem.
     """
     validate(config)
-    kind = config.log.tracker.partition(":")[0]
-    wanted = {kind: TRACKER_PACKAGES[kind]} if kind else {}
-    wanted |= {"fleet": "ray"} if config.placement == "fleet" else {}
-    for extra, package in wanted.items():
-        if importlib.util.find_spec(package) is None:
+    kind, is_fleet = config.log.tracker.partition(":")[0], config.placement == "fleet"
+    for extra, package in {kind: TRACKER_PACKAGES.get(kind), "fleet": is_fleet and "ray"}.items():
+        if package and importlib.util.find_spec(package) is None:
             raise ConfigError(
-                f"config.{'placement' if extra == 'fleet' else 'log.tracker'} needs the package "
-                f"{package}: pip install 'tba_jax[{extra}]'"
+                f"{config.log.tracker or config.placement} needs the package {package}: "
+                f"pip install 'tba_jax[{extra}]'"
             )
     task = make_task(config)
     task.size("train")
@@ -381,11 +286,10 @@ def preflight(config: Config) -> None:
     tokenizer = model.load_tokenizer()
     text_of(task, tokenizer, "train", 0)
     try_rewards(config, task)
-    models = reward_models(config, task_class(config.task.name).reward)
-    for path in filter(None, (*models.values(), config.eval.gold_model)):
+    judges = reward_models(config, task.reward).values()
+    for path in filter(None, (*judges, config.eval.gold_model)):
         folders.load_config(folders.resolve(path, with_weights=False))
-    server = make_server(config, policy, tokenizer, Path())
-    if server is not None:
+    if server := make_server(config, policy, tokenizer, Path()):
         server.check()
     if config.placement != "hosts":  # the devices of other hosts are not known here
         start_cluster(config)

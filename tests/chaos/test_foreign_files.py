@@ -22,7 +22,8 @@ from tba_jax.config.schema import make_config
 from tba_jax.report.jsonl import JsonlWriter
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.errors import UserError
-from tba_jax.run.workdir import begin_run, claim, run_id_of
+from tba_jax.run.run import claim
+from tba_jax.run.workdir import begin_run, run_id_of
 from tba_jax.storage.steps import delete_own
 from tba_jax.weights.folder import WeightFolder
 
@@ -75,11 +76,11 @@ def write_as_a_run_does(workdir):
 
 def train(workdir):
     """Give a directory to a run; return whether it was refused."""
-    try:
-        hold = claim(workdir, CONFIG)
-    except UserError:
-        return True
-    with hold or contextlib.nullcontext():
+    with contextlib.ExitStack() as held:
+        try:
+            claim(workdir, CONFIG, held)
+        except UserError:
+            return True
         write_as_a_run_does(workdir)
     return False
 

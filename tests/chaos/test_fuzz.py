@@ -19,8 +19,7 @@ from tba_jax.report.jsonl import JsonlWriter, read_jsonl
 from tba_jax.report.page import render
 from tba_jax.run import lock
 from tba_jax.run.errors import UserError, is_mendable
-from tba_jax.run.lock import Hold
-from tba_jax.run.workdir import is_finished, run_id_of, saved_config
+from tba_jax.run.workdir import finished_report, run_id_of, saved_config
 from tba_jax.storage import digests
 
 NAMES = st.sampled_from(
@@ -53,7 +52,7 @@ few = settings(
 
 
 def hold(folder):
-    with Hold(folder):
+    with lock.hold(folder):
         pass
 
 
@@ -71,9 +70,9 @@ def keep(folder):
 
 READERS = {
     "config.json": (saved_config, run_id_of, report),
-    "report.json": (lambda folder: is_finished(folder, 3), report),
+    "report.json": (lambda folder: finished_report(folder, 3), report),
     "metrics.jsonl": (keep, report, lambda folder: read_jsonl(folder / "metrics.jsonl")),
-    "heartbeat.json": (hold,),
+    "heartbeat": (hold,),
     "digests.json": (lambda folder: digests.damage(epath.Path(folder)),),
     "host_buffer": (lambda folder: unpack_arrays((folder / "host_buffer").read_bytes()),),
 }

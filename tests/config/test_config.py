@@ -14,9 +14,8 @@ from tba_jax.config.resolved import asked, cpu_devices
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import SETTINGS, ConfigError, make_config
 from tba_jax.devices.placement import divide
-from tba_jax.run.model_parts import make_rate, make_step_settings
 from tba_jax.settings import Schedule
-from tba_jax.train.optimizers import value_at
+from tba_jax.train.optimizers import learning_rate_schedule, value_at
 
 SERVER = "http://127.0.0.1:8000/v1"
 ROOT = Path(__file__).parents[2]
@@ -60,14 +59,15 @@ def test_the_red_team_preset_is_appendix_b3():
 def test_the_papers_other_runs_differ_where_they_say():
     # Their update counts from 1: 31 updates of the line, 0.777 at the last, then the jump.
     config = load("tldr:pythia410m")
-    beta = make_step_settings(config, ()).beta
+    beta = config.objective.beta.over(config.num_steps)
     np.testing.assert_allclose([value_at(beta, 30), value_at(beta, 31)], [0.777, 0.05], rtol=1e-3)
     slow = load("tldr:pythia2.8b_slow")
-    beta = make_step_settings(slow, ()).beta
+    beta = slow.objective.beta.over(slow.num_steps)
     assert slow.num_steps == 825 and value_at(beta, 138) > 0.6
     assert value_at(beta, 139) == np.float32(0.05)
     # Their rate has lost 12 % at the end.
-    rate = make_rate(load("redteam:gpt2"))
+    gpt2 = load("redteam:gpt2")
+    rate = learning_rate_schedule(gpt2.optimizer.learning_rate, gpt2.num_steps)
     np.testing.assert_allclose([rate(99), rate(4999)], [1e-4, 0.877e-4], rtol=1e-3)
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`objective.preset` is the settings that it stands for, and whatever is given beside it wins."""
 
+import jax
 import pytest
 
 import tba_jax
@@ -9,6 +10,7 @@ from tba_jax.config.command_line import override
 from tba_jax.config.methods import METHODS
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config, ConfigError, make_config
+from tba_jax.devices.site import reading_mesh
 from tba_jax.planning.programs import Ids
 from tba_jax.run.model_parts import make_layout
 from tba_jax.train.objectives import make_objective
@@ -22,7 +24,8 @@ def test_every_preset_is_valid_on_the_main_job_and_is_no_setting(name):
     made = config.objective.built
     is_exact = made == make_objective("tb", {"importance": "none"})
     assert is_exact == (name in ("tba", "gflownet_sync"))
-    assert make_layout(config, Ids()).has_advantages == (name == "vineppo")
+    layout = make_layout(config, Ids(), reading_mesh(1, jax.devices()))
+    assert layout.has_advantages == (name == "vineppo")
 
 
 def test_what_is_given_beside_a_preset_wins_and_what_was_there_before_does_not():

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Evaluation: pass@k, the headline, metric functions, and that the same weights give the same."""
 
+import dataclasses
 import itertools
 import json
 
@@ -16,6 +17,7 @@ from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards.source import ScoreResult
 from tba_jax.run.model_parts import START_MODEL, make_decoder
 from tba_jax.run.task_parts import make_evaluator, make_grader, make_shard_evaluator
+from tba_jax.search.prompts import PromptReader
 from tba_jax.tasks.arithmetic import Arithmetic
 
 
@@ -43,7 +45,8 @@ def evaluator(model, task=None, metrics=(), measures=(), **changes):
     decoder = make_decoder(config, model[0], model[2])
     grader = make_grader(make_config({}), task, model[2], LengthReward())
     answer = make_shard_evaluator(config, decoder, grader, measures, None).evaluate
-    return make_evaluator(config, task, model[2], metrics), answer
+    reader = PromptReader(task, model[2], config.task.max_prompt_tokens)
+    return dataclasses.replace(make_evaluator(config, reader), metrics=tuple(metrics)), answer
 
 
 def evaluate(model, *args, **changes):

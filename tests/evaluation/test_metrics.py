@@ -8,7 +8,7 @@ from fake_models import random_params, tiny_config
 
 from tba_jax.evaluation import metrics as evaluation_metrics
 from tba_jax.evaluation.evaluator import Responses
-from tba_jax.evaluation.metrics import ReferenceDistance, WinRate, reference_distance
+from tba_jax.evaluation.metrics import ReferenceDistance, WinRate, reference_distance, win_rate
 from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models import transformer
@@ -71,10 +71,10 @@ def distance_of(distance, params, given):
 
 def test_win_rate_is_strict_and_references_are_scored_once():
     judge = Judge()
-    win_rate = WinRate(judge, FakeTokenizer())
+    judged = WinRate(judge, FakeTokenizer())
     # against 2: 1 loses, 2 is no strict win, 3 wins, and what cannot be judged loses
     given = [responses(), responses(texts=[["4", "5"], ["0", "9"]])]
-    measured = [x._replace(measured=win_rate.measure(None, x)) for x in given]
+    measured = [x._replace(measured=judged.measure(None, x)) for x in given]
     assert win_rate(measured[0]) == {"win_rate": 0.25, "gold_reward_mean": 2.0}
     assert win_rate(measured[1])["win_rate"] == 0.75
     assert [completions for _, completions in judge.asked] == [

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from tba_jax.devices.cluster import Cluster
 from tba_jax.flow.state import PartState, pack_arrays
 from tba_jax.run.checkpoint import CheckpointError, Checkpoints, load_host_state
 
@@ -49,10 +50,10 @@ def test_the_round_trip_of_the_host_state_is_exact(tmp_path):
 
 def test_a_checkpoint_of_another_run_is_refused(tmp_path):
     checkpoints = save(tmp_path, 12, run_id="f00d")
-    checkpoints.check_run(12)
+    assert checkpoints.newest_intact(Cluster()) == 12
     checkpoints.close()
     with pytest.raises(CheckpointError, match="checkpoint 12 is of run f00d.* was copied there"):
-        Checkpoints(tmp_path, run_id="beef").check_run(12)
+        Checkpoints(tmp_path, run_id="beef").newest_intact(Cluster())
 
 
 @pytest.mark.parametrize("is_divided", [True, False])
@@ -142,4 +143,4 @@ def test_storage_that_hangs_ends_the_wait_and_leaves_the_older_checkpoint(tmp_pa
     assert "Complete checkpoints: [10]" in str(caught.value)
     assert load_host_state(str(tmp_path))[0] == 10  # an incomplete checkpoint is invisible
     may_end.set()
-    checkpoints.abandon(timeout_s=30.0)
+    checkpoints.wait(timeout_s=30.0)

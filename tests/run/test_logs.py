@@ -1,26 +1,89 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a resume does to the logs of the run."""
+"""What a run writes to metrics.jsonl and samples.jsonl, and what a resume does to them."""
 
+import contextlib
 from types import SimpleNamespace
 
+import numpy as np
+
+from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
+from tba_jax.models.tokenizer import TokenTexts
 from tba_jax.report.jsonl import read_jsonl
-from tba_jax.run.records import Logs
+from tba_jax.run.records import MOST_STEPS, Logs
+from tba_jax.train.trainer import Shown
 
 
-def opened(folder):
+class Bytes:
+    """A tokenizer of UTF-8 bytes that drops the space before the first token."""
+
+    def encode(self, text, add_bos):
+        return np.frombuffer(text.encode(), np.uint8)
+
+    def decode(self, ids, skip_special):
+        return bytes(ids).decode(errors="replace").removeprefix(" ")
+
+
+def opened(folder, num_steps=6):
     display = SimpleNamespace(write=lambda step, values: None, close=lambda: None)
-    return Logs(folder, True, display, [])
+    return contextlib.closing(Logs(folder, True, display, Bytes(), num_steps))
+
+
+def shown(num_tokens):
+    y = Trajectory(
+        prompt_id=5,
+        response_tokens=np.full(num_tokens, ord("a"), np.int32),
+        reward=0.5,
+        reward_parts={"format": 1.0},
+        behavior_token_logprobs=np.full(num_tokens, -1.5, np.float32),
+        version_min=2,
+        version_max=2,
+        searcher=1,
+        ticket=0,
+        sampling_temperature=1.0,
+        finish_reason="eos",
+    )
+    prompt = Prompt(5, "why", np.zeros(1, np.int32), {"answer": "b"})
+    ones = np.ones((2, num_tokens + 3), np.float32)
+    return Shown(Draw(prompt, (y,), True, (0,)), -ones, -3 * ones)
 
 
 def test_what_is_done_again_is_dropped(tmp_path):
-    logs = opened(tmp_path)
-    for step in range(6):
-        logs.metrics.write(step, {})
-        logs.samples.append({"step": step})
-    logs.close()
-    logs = opened(tmp_path)
-    logs.cut_back(lambda record: record["step"] <= 3)
-    logs.metrics.write(4, {})
-    logs.close()
-    assert [r["step"] for r in read_jsonl(tmp_path / "samples.jsonl")] == [0, 1, 2, 3]
-    assert [r["step"] for r in read_jsonl(tmp_path / "metrics.jsonl")] == [0, 1, 2, 3, 4]
+    with opened(tmp_path) as logs:
+        for step in range(1, 7):
+            logs.metrics.write(step, {})
+            logs.add_step(step, shown(1))
+    with opened(tmp_path) as logs:
+        logs.cut_back(lambda record: record["step"] <= 3)
+        logs.metrics.write(4, {})
+    assert [r["step"] for r in read_jsonl(tmp_path / "samples.jsonl")] == [1, 2, 3]
+    assert [r["step"] for r in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+def test_token_texts_keep_spaces_and_put_characters_together():
+    texts = TokenTexts(Bytes())
+    ids = list(" é a→".encode())
+    assert texts(ids) == [" ", "é", "", " ", "a", "→", "", ""]
+
+
+def test_responses_of_a_whole_run_are_written_with_their_ratios(tmp_path):
+    with opened(tmp_path, 1000) as logs:
+        for step in range(1, 1001):
+            logs.add_step(step, shown(3))
+        logs.add_step(1, None)  # of a process without a batch
+    records = read_jsonl(tmp_path / "samples.jsonl")
+    assert len(records) == MOST_STEPS and records[1]["step"] == 6
+    record = records[1]
+    assert record["staleness"] == 3 and record["behavior"] == [50, 50, 50]
+    assert record["reference_sum"] == 6.0 and record["parts"] == {"format": 1.0}
+    assert record["answer"] == "b" and record["tokens"] == ["a", "a", "a"]
+
+
+def test_evaluations_are_written_at_even_distances_and_at_the_end(tmp_path):
+    evaluation = SimpleNamespace(texts=("x", "y"), rewards=(1.0, None))
+    prompts = [Prompt(i, f"p{i}", np.zeros(1, np.int32), {}) for i in range(2)]
+    with opened(tmp_path, 2000) as logs:
+        for step in (0, 3, 11, 19, 25, 1999, 2000):
+            logs.add_evaluation(step, evaluation, prompts)
+    records = read_jsonl(tmp_path / "samples.jsonl")
+    assert [r["step"] for r in records[::2]] == [0, 11, 25, 1999, 2000]
+    assert records[1]["tokens"] == ["y"] and records[1]["reward"] is None

@@ -62,7 +62,7 @@ def test_a_run_continues_on_another_machine(store, tmp_path, monkeypatch):
             pass
         for step in (1, 2, 3):
             save(checkpoints, folder, step)
-    assert not (store / "bucket/runs/a/heartbeat.json").exists()
+    assert not (store / "bucket/runs/a/heartbeat").exists()
     stored = sorted(path.name for path in (store / "bucket/runs/a/checkpoints").iterdir())
     assert stored == ["2", "3"] and not (folder / "checkpoints").exists()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another machine"))

@@ -6,7 +6,8 @@ from fake_models import tiny_config
 
 from tba_jax.config.schema import make_config
 from tba_jax.devices.site import reading_mesh
-from tba_jax.run.model_parts import groups_stay_whole
+from tba_jax.planning.programs import Ids
+from tba_jax.run.model_parts import make_layout
 
 CONFIG = tiny_config()
 
@@ -20,5 +21,7 @@ def test_groups_whose_episodes_may_fork_are_divided_over_micro_batches():
     """The paths of a forked episode can need more rows than a micro-batch has."""
     fields = {"objective.group_size": 4, "search.samples_per_prompt": 4}
     fields |= {"batch.micro_batch_rows": 4}
-    assert groups_stay_whole(make_config(fields))
-    assert not groups_stay_whole(make_config({**fields, "task.environment": "agent.py:run"}))
+    mesh = reading_mesh(CONFIG.hidden_size, jax.devices()[:1])
+    assert make_layout(make_config(fields), Ids(), mesh).is_whole
+    forking = make_config({**fields, "task.environment": "agent.py:run"})
+    assert not make_layout(forking, Ids(), mesh).is_whole

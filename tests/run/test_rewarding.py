@@ -15,12 +15,13 @@ from tba_jax.config.schema import make_config, replace
 from tba_jax.devices.site import Site
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import Tokenizer
+from tba_jax.rewards.kinds import make_source
 from tba_jax.rewards.source import ScoreResult, Verdict
 from tba_jax.run.task_parts import (
     check_environments,
+    first_row,
     make_gold,
     make_grader,
-    make_rewards,
     make_task,
 )
 
@@ -38,6 +39,10 @@ def of_task(name, data_path="", **changes):
     task = {"name": name, "data_path": data_path, **changes}
     config = make_config({f"task.{field}": value for field, value in task.items()})
     return config, make_task(config)
+
+
+def make_rewards(config, task, tokenizer, sites):
+    return make_source(config, task.reward, first_row(task), tokenizer, sites)
 
 
 def score(source, tokenizer, completion, has_eos=True):

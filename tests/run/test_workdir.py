@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """config.json decides what a work directory is; only what the run made is deleted."""
 
+import contextlib
 import dataclasses
 import os
 import zlib
@@ -14,7 +15,8 @@ from tba_jax.config.schema import make_config
 from tba_jax.run import lock
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.errors import UserError
-from tba_jax.run.workdir import begin_run, claim, run_id_of, saved_config
+from tba_jax.run.run import claim
+from tba_jax.run.workdir import begin_run, run_id_of, saved_config
 from tba_jax.storage.whole_files import write_json
 
 CONFIG = make_config({"task.name": "arithmetic", "num_steps": 3})
@@ -66,25 +68,26 @@ def test_a_folder_that_holds_no_such_run_is_refused_and_left_alone(tmp_path, mak
     workdir.mkdir()
     make(workdir)
     before = tree(tmp_path)
-    with pytest.raises(UserError, match=REFUSED[make]) as raised:
-        claim(workdir, CONFIG)
+    with contextlib.ExitStack() as held:
+        with pytest.raises(UserError, match=REFUSED[make]) as raised:
+            claim(workdir, CONFIG, held)
     assert "\n" not in str(raised.value)
     assert tree(tmp_path) == before
 
 
-@pytest.mark.parametrize(
-    "left", [(), ("lock",), ("lock", "heartbeat.json", "config.json.unfinished")]
-)
+@pytest.mark.parametrize("left", [(), ("lock",), ("lock", "heartbeat", "config.json.unfinished")])
 def test_a_new_folder_and_a_start_that_was_killed_begin_a_run(tmp_path, left, monkeypatch):
     # The heartbeat may be that of another host.
     monkeypatch.setattr(lock, "BEAT_S", 0.1)
     monkeypatch.setattr(lock, "EXPIRE_S", 0.5)
     for name in left:
         (tmp_path / name).write_text("")
-    with claim(tmp_path, CONFIG):
+    with contextlib.ExitStack() as held:
+        claim(tmp_path, CONFIG, held)
         assert run_id_of(tmp_path) and saved_config(tmp_path)["num_steps"] == 3
     (tmp_path / "notes.txt").write_text("x")  # of the user
-    with claim(tmp_path, CONFIG):
+    with contextlib.ExitStack() as held:
+        claim(tmp_path, CONFIG, held)
         assert (tmp_path / "notes.txt").read_text() == "x"
 
 
