@@ -10,8 +10,7 @@ from fake_tickets import House
 from tba_jax.decoding.requests import Response, Statistics
 from tba_jax.environments.episodes import SingleTurnSession
 from tba_jax.flow.trajectory import Prompt
-from tba_jax.rewards.grader import Grader
-from tba_jax.rewards.source import ScoreResult
+from tba_jax.rewards.scores import Grader, Scores
 from tba_jax.search.config import SearchSettings
 from tba_jax.search.sampler import GroupSession, Sampler
 from tba_jax.search.searcher import Searcher, SearchParts
@@ -79,8 +78,8 @@ class CountdownSampler(Sampler):
 class FirstToken:
     """The first token's id."""
 
-    def score(self, prompts, completions, columns, *, completion_ids, has_eos):
-        return ScoreResult([float(x[0]) for x in completion_ids], [None] * len(prompts), "")
+    async def score(self, completions):
+        return Scores([float(x[0]) for x in completions.ids], [None] * len(completions.ids), "")
 
 
 class OneToken:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Python API: configs by name, training in a process that goes on, runs read back."""
 
+import asyncio
 import json
 import os
 import subprocess
@@ -12,7 +13,8 @@ import pytest
 import tba_jax
 from tba_jax.config.command_line import override
 from tba_jax.report.build import build_report
-from tba_jax.rewards.pool import RewardPool, start_workers
+from tba_jax.rewards.functions import RewardPool
+from tba_jax.rewards.scores import Completions
 from tba_jax.settings import GIVEN, ConfigError, given_names, importable_name
 
 ROOT = Path(__file__).parents[1]
@@ -172,14 +174,15 @@ def test_a_reward_in_this_process_names_failures():
         ]
 
     (name,) = given_names([picky])
-    row, workers = ("1+1", {"answer": "2"}), start_workers(name, 0)
-    source = RewardPool(name, timeout_s=10.0, row=row, workers=workers)
+    row = "1+1", {"answer": "2"}
+    source = RewardPool(name, timeout_s=10.0, row=row, num_workers=0)
     source.check()
     texts = ["ok", "bad", "none", "ok", "ok", "ok"]
-    found = source.score(["p"] * 6, texts, {"answer": ["2"] * 6})
+    responses = Completions(["p"] * 6, texts, {"answer": ["2"] * 6})
+    found = asyncio.run(source.score(responses))
     assert found.rewards == [1.0, None, None, 1.0, 1.0, 1.0]
     assert found.reasons[1:3] == ["reward_error", "reward_none"]
-    assert "in picky" in found.first_traceback
+    assert "in picky" in found.text
     source.close()
 
 

@@ -20,8 +20,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tba_jax.rewards.functions import as_number
-from tba_jax.settings import import_file
+from tba_jax.rewards.functions import accepted, as_number, imported
 from tba_jax.workers import Exchange, Handler
 
 BASE_URL = "base_url"
@@ -104,7 +103,7 @@ class Tools:
     async def run(self, policy: Policy, row: Mapping[str, Any]) -> Any:
         """Run an episode; return its reward."""
         reset = getattr(self._environment, "reset", None)
-        text = None if reset is None else await _result(reset(**_accepted(reset, row)))
+        text = None if reset is None else await _result(reset(**accepted(reset, row)))
         turn = await policy.turn(text)
         while turn is not None and turn[1]:
             turn = await policy.turn(results=[await self._called(call) for call in turn[1]])
@@ -161,15 +160,6 @@ class Agent:
         return await _result(self._run(row[BASE_URL], own))
 
 
-def _accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments among `offered` that a function accepts."""
-    parameters = inspect.signature(function).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return dict(offered)
-    names = {p.name for p in parameters if p.kind is not p.VAR_POSITIONAL}
-    return {name: value for name, value in offered.items() if name in names}
-
-
 async def _result(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
 
@@ -198,7 +188,7 @@ def load(name: str) -> Callable[[], Any]:
         AttributeError, TypeError: the object is not an environment. The import may raise any
             exception.
     """
-    found = [_imported(each) for each in name.split(",")]
+    found = [imported(each) for each in name.split(",")]
     factory = found[0]
     is_function = inspect.isfunction(factory) or inspect.ismethod(factory)
     first = list(inspect.signature(factory).parameters)[:1] if is_function else []
@@ -214,12 +204,6 @@ def load(name: str) -> Callable[[], Any]:
             "methods of one kind, or give a function run(base_url, row)"
         )
     return lambda: Tools(factory())
-
-
-def _imported(name: str) -> Any:
-    module, _, own = name.strip().rpartition(":")
-    found = import_file(module) if module.endswith(".py") else importlib.import_module(module)
-    return getattr(found, own)
 
 
 def make_handler(name: str) -> Handler:
@@ -260,5 +244,5 @@ def _described(adapter: Any, name: str, has_schemas: bool) -> dict[str, Any]:
         "has_tools": has_tools,
         "schemas": adapter.schemas() if has_tools and has_schemas else [],
         "is_agent": is_agent,
-        "shares_workers": not is_agent or inspect.iscoroutinefunction(_imported(name)),
+        "shares_workers": not is_agent or inspect.iscoroutinefunction(imported(name)),
     }

@@ -28,7 +28,7 @@ from tba_jax.decoding.stop_strings import StopStrings
 from tba_jax.environments.pool import Ended, Environment, EnvironmentPool, Request
 from tba_jax.flow.trajectory import FinishReason, Prompt, paths_of
 from tba_jax.models.transformer import Params
-from tba_jax.rewards.source import Verdict
+from tba_jax.rewards.scores import Verdict
 from tba_jax.serving.vllm import InferenceServer, ServerSession
 
 # Folded into the key of a sample with the number of a turn. Larger than the number of any token.

@@ -23,8 +23,7 @@ from tba_jax.environments.episodes import open_session
 from tba_jax.environments.pool import EnvironmentPool
 from tba_jax.flow.tickets import EvaluationShard, EvaluationTicket
 from tba_jax.flow.trajectory import Prompt
-from tba_jax.rewards.grader import Grader
-from tba_jax.rewards.source import part_means
+from tba_jax.rewards.scores import Grader, part_means
 
 
 class Responses(NamedTuple):

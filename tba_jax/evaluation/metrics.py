@@ -7,6 +7,7 @@ Each metric has an `evaluator.Measure` of responses and an `evaluator.MetricFunc
 measurements. Invariant: at most `_LOGITS_BYTES` of logits per model exist at a time.
 """
 
+import asyncio
 import functools
 import threading
 from collections.abc import Callable, Sequence
@@ -26,7 +27,7 @@ from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import Params, TransformerConfig
-from tba_jax.rewards.source import RewardSource
+from tba_jax.rewards.scores import RewardSource, responses_to
 
 _LOGITS_BYTES = 2**28
 
@@ -77,10 +78,7 @@ class WinRate:
         has_eos: Sequence[bool],
     ) -> list[float]:
         """Return the gold reward of each response; nan if it fails."""
-        columns = {name: [p.columns[name] for p in prompts] for name in prompts[0].columns}
-        result = self._gold.score(
-            [p.text for p in prompts], texts, columns, completion_ids=ids, has_eos=has_eos
-        )
+        result = asyncio.run(self._gold.score(responses_to(prompts, texts, ids, has_eos)))
         return [float("nan") if r is None else float(r) for r in result.rewards]
 
 

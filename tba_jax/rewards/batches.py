@@ -1,14 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Batches of token rows for models that grade."""
+"""Batches of token rows for models that grade.
+
+Invariant: the score of a row does not depend on the other rows of the call, up to rounding.
+"""
 
 from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from jaxtyping import Array
 
 from tba_jax.devices.site import Site
 from tba_jax.flow.padding import bucket_length
-from tba_jax.rewards.config import JUDGE_ROWS
+
+ROWS = 32
+"""Rows of a batch."""
 
 
 def judge_dtype(site: Site) -> str:
@@ -16,38 +22,42 @@ def judge_dtype(site: Site) -> str:
     return "float32" if site.platform == "cpu" else "bfloat16"
 
 
-def in_batches(
-    rows: Sequence[np.ndarray],
-    lengths: Sequence[int],
-    launch: Callable[[list[np.ndarray], int], Array],
-) -> np.ndarray:
-    """Return the score of each row, float64 [n]; rows of similar length share a batch.
+class RowScorer(NamedTuple):
+    """Scores of token rows by a model.
 
-    Args:
-        rows: int32 [t] each, tokens.
+    Attributes:
+        program: jitted (params, tokens [b s], mask [b s]) -> scores [b]; rows are right-padded.
+        params: weights on a device.
         lengths: padded lengths that are compiled, ascending.
-        launch: (JUDGE_ROWS rows, padded length) -> scores [JUDGE_ROWS] on a device.
+        pad_id: token at padding.
     """
-    scores = np.zeros(len(rows))
-    order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-    pending: list[tuple[list[int], Array]] = []
-    for start in range(0, len(order), JUDGE_ROWS):
-        chosen = order[start : start + JUDGE_ROWS]
-        batch = [rows[i] for i in chosen]
-        filled = batch + batch[:1] * (JUDGE_ROWS - len(batch))
-        # Dispatched without waiting, so that the next batch is packed concurrently.
-        pending.append((chosen, launch(filled, bucket_length(len(batch[-1]), lengths))))
-    for chosen, values in pending:
-        scores[chosen] = np.asarray(values, np.float64)[: len(chosen)]
-    return scores
 
+    program: Callable[..., Array]
+    params: Any
+    lengths: Sequence[int]
+    pad_id: int
 
-def right_pad(
-    rows: Sequence[np.ndarray], length: int, pad_id: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return the rows left-aligned in int32 [b length], and which tokens are theirs."""
-    tokens = np.full((len(rows), length), pad_id, np.int32)
-    for i, row in enumerate(rows):
-        tokens[i, : len(row)] = row
-    lengths = np.array([len(row) for row in rows])
-    return tokens, np.arange(length)[None] < lengths[:, None]
+    def __call__(self, rows: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the score of each row, float64 [n]; rows of similar length share a batch.
+
+        Args:
+            rows: int32 [t] each, tokens.
+
+        Raises:
+            ValueError: a row is longer than the largest padded length.
+        """
+        scores = np.zeros(len(rows))
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+        pending: list[tuple[list[int], Array]] = []
+        for start in range(0, len(order), ROWS):
+            chosen = order[start : start + ROWS]
+            length = bucket_length(len(rows[chosen[-1]]), self.lengths)
+            tokens = np.full((ROWS, length), self.pad_id, np.int32)
+            mask = np.zeros((ROWS, length), bool)
+            for j, i in enumerate(chosen + chosen[:1] * (ROWS - len(chosen))):
+                tokens[j, : len(rows[i])], mask[j, : len(rows[i])] = rows[i], True
+            # Dispatched without waiting, so that the next batch is packed concurrently.
+            pending.append((chosen, self.program(self.params, tokens, mask)))
+        for chosen, values in pending:
+            scores[chosen] = np.asarray(values, np.float64)[: len(chosen)]
+        return scores

@@ -1,41 +1,74 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loads a user's reward function and calls it as TRL does, in a reward worker.
+"""Reward functions of users, called as TRL calls them, in worker processes.
 
 A function is named "package.module:function" or "path/to/file.py:function". It receives, as lists,
 those of `prompts`, `completions`, `completion_ids` and the columns of the data that its signature
-accepts, and TRL's `log_metric`. It returns one float or None per completion. This module imports
-neither jax nor transformers. Invariant: whatever the function does, the caller gets an Outcome and
-no exception.
+names, and TRL's `log_metric`. It returns one float or None per completion. It may hang, raise,
+crash its process or return an invalid value.
+
+A call has one whole group (all responses to a prompt) and a deadline. If it fails, each response is
+tried alone to find those that fail, and the others are scored together in one more call, whose
+deadline is as long as all of them may take. Responses that are alone share calls.
+
+Functions that exist only in this process, such as functions of a notebook, are called in a thread
+of the pool: a call that hangs is not stopped, and a call that crashes ends the run.
+
+Invariants: a failure is never a reward of 0. Results depend on no measured time, except for a
+response that misses its deadline. This module imports neither jax nor transformers.
 """
 
 import asyncio
+import contextlib
 import functools
 import importlib
 import inspect
+import itertools
 import numbers
+import operator
 import os
+import statistics
 import traceback
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from tba_jax import settings
+from tba_jax.rewards.scores import (
+    NONE,
+    Completions,
+    RewardFailure,
+    RewardSource,
+    Scores,
+    failed,
+    joined,
+)
 from tba_jax.settings import GIVEN, import_file
-from tba_jax.workers import Exchange, Handler
+from tba_jax.workers import Exchange, Handler, WorkerFailed, WorkerPool
 
-UNUSABLE = "unusable"
-# Arguments that every function can take besides the columns.
-_STANDARD = ("prompts", "completions", "completion_ids", "log_metric")
+# Seconds for the trial on one row before training; the run itself shows whether a function hangs.
+TRIAL_S = 10.0
+# Number of responses in a call of several prompts that have one response each.
+_CALL_ITEMS = 16
+# Reasons of all responses of a call: an exception, a broken contract.
+_ERROR, _UNUSABLE = "reward_error", "unusable"
 # Arguments of TRL that are not passed, and what to do instead.
 _REFUSED = {
-    "environments": "objects of environments are in other processes. Give the class a method "
+    "environments": "Objects of environments are in other processes. Give the class a method "
     "get_reward(): its value is added to the rewards of task.reward",
-    "trainer_state": "reward processes do not see the trainer. Leave the argument out",
-    "log_extra": "no table of completions is logged. Leave the argument out, or use log_metric",
+    "trainer_state": "Reward processes do not see the trainer. Leave the argument out",
+    "log_extra": "No table of completions is logged. Leave the argument out, or use log_metric",
 }
-_LARGEST = float(np.finfo(np.float32).max)  # rewards are float32
+_CHATS = (
+    "Prompts are chats, so a completion is a list of messages, as in TRL: its text is "
+    "completion[0]['content']"
+)
+_LARGEST = 3.4028234e38  # rewards are float32
 _MOST_TEXT = 4000  # characters of a traceback: an exception may carry megabytes
+
+Arguments = Mapping[str, Sequence[Any]]
+"""Arguments of a function; each has one value per response."""
+
+# --- in the worker -------------------------------------------------------------------------------
 
 
 class Missing(NamedTuple):
@@ -45,188 +78,94 @@ class Missing(NamedTuple):
     text: str
 
 
-class Outcome(NamedTuple):
-    """Result of one call of a reward function; it can be written as JSON.
-
-    Attributes:
-        rewards: a finite number per completion, or None; empty if the call failed.
-        reasons: name of the failure of each completion without a reward, else None.
-        text: description of the first failure, such as the traceback of the function's error.
-        failure: name of the failure of the call; `UNUSABLE` if no call can succeed.
-        metrics: mean of the values that the function gave `log_metric`, by name.
-    """
-
-    rewards: Sequence[float | None]
-    reasons: Sequence[str | None]
-    text: str = ""
-    failure: str = ""
-    metrics: Mapping[str, float] = {}
+class _Unusable(Exception):
+    """A function cannot be loaded, or its result breaks the contract."""
 
 
-class _Function(NamedTuple):
-    """A loaded function and the keywords that it accepts; `accepted` None: every keyword."""
-
-    call: Callable[..., Any]
-    accepted: frozenset[str] | None
-    required: tuple[str, ...]
-
-
-def split_functions(text: str) -> tuple[str, ...]:
-    """Return the function names of a config field, which separates names by commas.
+def imported(name: str) -> Any:
+    """Return the object with this name: package.module:NAME or path/to/file.py:NAME.
 
     Raises:
-        ValueError: a name does not have the form module:function or file.py:function.
+        AttributeError: there is no such object. The import may raise any exception.
     """
-    functions = tuple(part.strip() for part in text.split(","))
-    for function in functions:
-        module, _, name = function.rpartition(":")
-        if not module or not name or (":" in module and not module.endswith(".py")):
-            raise ValueError(
-                f"reward function {function!r}: want package.module:function or "
-                "path/to/file.py:function, for example tba_jax.rewards.numeric:gsm8k_reward"
-            )
-    return functions
+    module, _, own = name.strip().rpartition(":")
+    found = import_file(module) if module.endswith(".py") else importlib.import_module(module)
+    return operator.attrgetter(own)(found)
 
 
-def part_names(functions: Sequence[str]) -> tuple[str, ...]:
-    """Return short names of functions: the part after the colon if it is unique, else the name.
-
-    part_names(["a:f", "b:g", "c:g"]) == ("f", "b:g", "c:g")
-    """
-    short = [function.rpartition(":")[2] for function in functions]
-    return tuple(
-        name if short.count(name) == 1 else function
-        for name, function in zip(short, functions, strict=True)
-    )
+def accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments among `offered` that a function accepts."""
+    parameters = inspect.signature(function).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return dict(offered)
+    names = {p.name for p in parameters if p.kind is not p.VAR_POSITIONAL}
+    return {name: value for name, value in offered.items() if name in names}
 
 
 @functools.cache
-def _load(function: str) -> _Function:
-    """Import the function with this name.
-
-    Raises:
-        AttributeError, TypeError: there is no such function. The import may raise any exception.
-    """
-    module, _, name = function.rpartition(":")
-    target: Any = GIVEN.get(function)
-    if target is None:
-        target = import_file(module) if module.endswith(".py") else importlib.import_module(module)
-        for part in name.split("."):
-            if not hasattr(target, part):
-                raise AttributeError(f"there is no {name!r} in {module}")
-            target = getattr(target, part)
-    if isinstance(target, type):
-        target = target()  # a class whose instances are the function
-    if not callable(target):
-        raise TypeError(f"{function} is a {type(target).__name__}, not a function")
+def _load(function: str) -> Callable[..., Any]:
     try:
-        parameters = inspect.signature(target).parameters.values()
-    except ValueError:  # some built-in functions have no signature
-        return _Function(target, None, ())
-    named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    accepted = None if takes_all else frozenset(p.name for p in named)
-    return _Function(target, accepted, tuple(p.name for p in named if p.default is p.empty))
+        found = GIVEN[function] if function in GIVEN else imported(function)
+        found = found() if isinstance(found, type) else found  # its instances are the function
+        if not callable(found):
+            raise TypeError(f"it is a {type(found).__name__}, not a function")
+        return found
+    except BaseException as error:  # users' code may even call sys.exit()
+        raise _Unusable(
+            f"cannot be loaded: {type(error).__name__}: {error}. Want package.module:function that "
+            f"can be imported from {os.getcwd()} or the environment, or path/to/file.py:function\n"
+            f"{_report(error)}"
+        ) from None
 
 
-def make_handler(functions: Sequence[str]) -> Handler:
-    """Return the handler of a reward worker; it imports the functions' modules now.
-
-    A message is (function of this module, *arguments); a failed import is reported by `load_error`.
-    """
+def make_handler(function: str) -> Handler:
+    """Return the handler of a reward worker; it imports the function's module now."""
     _load.cache_clear()  # a notebook may define another function of the same name
-    for function in functions:
-        load_error(function, None)
+    with contextlib.suppress(_Unusable):
+        _load(function)
 
-    async def handle(exchange: Exchange, message: Any) -> None:
-        exchange.answer(await run(*message))
+    async def handle(exchange: Exchange, arguments: Any) -> None:
+        exchange.answer(await call(function, arguments))
 
     return handle
 
 
-async def run(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function of this module, which may be a coroutine function."""
-    result = function(*arguments)
-    return await result if inspect.isawaitable(result) else result
+async def call(function: str, arguments: Arguments) -> Scores:
+    """Call a function once; whatever the function does, the caller gets scores and no exception.
 
-
-def load_error(function: str, columns: Collection[str] | None) -> str:
-    """Return why a function cannot be used; "" if it can be used.
+    The parts are the means of the values of `log_metric`.
 
     Args:
-        columns: names of the data's columns; None: unknown, so arguments of the function are not
-            checked.
+        arguments: `prompts` and `completions`, which are texts or lists of chat messages, and
+            further arguments; those that the function does not accept are left out.
     """
-    subject = f"reward function {function!r}"
-    try:
-        required = _load(function).required
-    except BaseException as error:  # users' code may even call sys.exit()
-        return f"{subject} cannot be loaded: {_why(function, error)}"
-    own = {*(columns or ())} - {"prompt"}
-    for name in required if columns is not None else ():
-        if name in _REFUSED:
-            return f"{subject} needs TRL's argument {name!r}: {_REFUSED[name]}"
-        if name not in _STANDARD and name not in own:
-            return (
-                f"{subject} needs the argument {name!r}, but the data has no such column. Its "
-                f"columns are: {', '.join(sorted(own)) or 'none'}"
-            )
-    return ""
-
-
-def _why(function: str, error: BaseException) -> str:
-    """Return why a function cannot be loaded."""
-    if isinstance(error, ModuleNotFoundError) and error.name:
-        missing = error.name.partition(".")[0]
-        if missing != function.partition(":")[0].partition(".")[0]:
-            return f"it needs {missing!r}, which is not installed"
-    elif isinstance(error, ImportError):
-        return str(error)
-    *where, reason = report_of(error).rstrip().splitlines()
-    advice = f"Want package.module:function importable from {os.getcwd()} or the environment, or "
-    return "\n".join([f"{reason}. {advice}path/to/file.py:function", *where])
-
-
-async def score_chunk(function: str, columns: Mapping[str, Sequence[Any]]) -> Outcome:
-    """Call the function once.
-
-    Args:
-        columns: `prompts` and `completions`, which are texts or lists of chat messages, and further
-            arguments; those that the function does not take are left out.
-    """
-    logged: dict[str, list[float]] = {}
+    n, logged = len(arguments["completions"]), dict[str, list[float]]()
 
     def log_metric(name: str, value: Any) -> None:
         logged.setdefault(str(name), []).append(float(value))
 
     try:
-        call, accepted, _ = _load(function)
-        offered = {**columns, "log_metric": log_metric}
-        names = columns if accepted is None else accepted & offered.keys()
-        result = await run(functools.partial(call, **{name: offered[name] for name in names}))
-        if isinstance(result, str | bytes | Mapping | set | frozenset):
-            raise _Unusable(f"returned a {type(result).__name__}")
-        found, n = [_checked(value) for value in result], len(columns["completions"])
-        if len(found) != n:
-            raise _Unusable(f"returned {len(found)} rewards for {n} completions")
+        target = _load(function)
+        result = target(**accepted(target, {**arguments, "log_metric": log_metric}))
+        result = await result if inspect.isawaitable(result) else result
+        is_list = not isinstance(result, str | bytes | Mapping | set | frozenset)
+        found = [_checked(value) for value in result] if is_list else []
+        if not is_list or len(found) != n:
+            got = f"{len(found)} rewards for {n} completions" if is_list else type(result).__name__
+            raise _Unusable(f"returned {got}; want a list with a number or None per completion")
     except asyncio.CancelledError:
         raise
     except _Unusable as error:
-        text = f"{error}; want a list with one float or None per completion"
-        return Outcome([], [], text, UNUSABLE)
-    except BaseException as error:  # users' code may even call sys.exit(); the caller gets a text
-        return Outcome([], [], report_of(error), "reward_error")
+        return failed(n, _UNUSABLE, str(error))
+    except BaseException as error:  # users' code may even call sys.exit()
+        return failed(n, _ERROR, _report(error))
     failures = [x if isinstance(x, Missing) else None for x in found]
-    return Outcome(
+    return Scores(
         [None if isinstance(x, Missing) else x for x in found],
         [failure and failure.reason for failure in failures],
         next((failure.text for failure in failures if failure), ""),
-        metrics={name: sum(values) / len(values) for name, values in logged.items()},
+        {name: [statistics.fmean(values)] * n for name, values in logged.items()},
     )
-
-
-class _Unusable(Exception):
-    """The result of a function that breaks its contract."""
 
 
 def _checked(value: Any) -> float | Missing:
@@ -235,11 +174,11 @@ def _checked(value: Any) -> float | Missing:
         return value
     try:
         reward = as_number(value)
-    except TypeError as error:
-        name = type(value).__name__
-        raise _Unusable(f"returned {value!r:.80}, a {name}, as a reward ({error})") from None
+    except TypeError:
+        kind = type(value).__name__
+        raise _Unusable(f"returned {value!r:.80}, a {kind}, as a reward; want a number") from None
     if reward is None:
-        return Missing("reward_none", "the function returned None")
+        return Missing(NONE, "the function returned None")
     if not abs(reward) <= _LARGEST:
         return Missing("reward_nan", f"the function returned {reward}")
     return reward
@@ -257,12 +196,170 @@ def as_number(value: Any) -> float | None:
     return None if number is None else float(number)
 
 
-def report_of(error: BaseException) -> str:
-    """Return the traceback of the user's frames, without those of this package and of imports."""
+def _report(error: BaseException) -> str:
+    """Return the traceback of the user's frames, shortened."""
     report = traceback.TracebackException.from_exception(error)
-    ours = (__file__, settings.__file__)
-    users = [f for f in report.stack if f.filename not in ours and "importlib" not in f.filename]
+    users = [f for f in report.stack if f.filename != __file__ and "importlib" not in f.filename]
     report.stack = traceback.StackSummary.from_list(users)
-    text = "".join(report.format() if users else report.format_exception_only())
-    half = _MOST_TEXT // 2
+    text, half = "".join(report.format()).rstrip(), _MOST_TEXT // 2
     return text if len(text) <= _MOST_TEXT else f"{text[:half]}\n... (cut) ...\n{text[-half:]}"
+
+
+# --- in the parent -------------------------------------------------------------------------------
+
+
+class RewardPool(RewardSource):
+    """A reward function in processes, which serve all searchers.
+
+    Starting takes no time here: a process imports the function in the background, and `check` or
+    the first `score` waits for it.
+
+    Args:
+        function: its name. A module may lie in the working directory.
+        timeout_s: seconds that a call may take.
+        row: prompt text and columns of one row of the data, on which `check` tries the function
+            with the row's answer as the completion; None: no trial.
+        num_workers: maximum number of processes; 0: the function is called in this process.
+        logs: folder of the log files; None: the processes write to the output of this process.
+    """
+
+    def __init__(
+        self,
+        function: str,
+        *,
+        timeout_s: float,
+        row: tuple[str, Mapping[str, Any]] | None = None,
+        num_workers: int = 1,
+        logs: Path | None = None,
+    ) -> None:
+        self.function, self._timeout_s = function, timeout_s
+        self._is_local = not num_workers
+        if self._is_local:
+            make_handler(function)
+        self._workers = WorkerPool(
+            "reward", make_handler, (function,), num_workers=num_workers, logs=logs
+        )
+        prompt, columns = row or ("", {})
+        answer = columns.get("answer", columns.get("reference_answer"))
+        listed = {name: [value] for name, value in columns.items()}
+        text = answer if isinstance(answer, str) else ""
+        self._row = _arguments(Completions([prompt], [text], listed)) | {"completion_ids": [[0]]}
+        self._trial = row and self._begin(self._row, min(TRIAL_S, timeout_s))
+
+    def check(self) -> None:
+        """Wait until a worker has tried the function on `row`; a late trial does not fail.
+
+        Raises:
+            ValueError: the function cannot be loaded, or fails on the row.
+            RewardFailure: the process ended, or did not start in time; or the pool was closed.
+        """
+        if self._trial is None:
+            return
+        scores = asyncio.run(self._end(self._trial, self._row))
+        if scores.reasons == ["reward_crash"]:
+            raise RewardFailure(scores.text)
+        if scores.reasons != [_ERROR]:
+            return
+        report = scores.text.partition("\nprompt: ")[0]
+        hints = [text for name, text in _REFUSED.items() if f"'{name}'" in report.splitlines()[-1]]
+        hints += [] if isinstance(self._row["completions"][0], str) else [_CHATS]
+        raise ValueError(
+            f"reward function {self.function!r} fails on the first row, with its answer as the "
+            f"completion: {report.splitlines()[-1]}. It may take {', '.join(self._row)} and "
+            f"log_metric. {' '.join(hints)}\n{report}"
+        )
+
+    async def score(self, completions: Completions) -> Scores:
+        """Score the responses.
+
+        The column `prompt` is not passed on: it holds the chat messages of each prompt, and the
+        function then gets `prompts` and `completions` as message lists.
+
+        Raises:
+            ValueError: the function cannot be loaded, or broke its contract; or a column has
+                another length.
+            RewardFailure: a process did not start, or the pool was closed.
+        """
+        arguments, prompts = _arguments(completions), completions.prompts
+        items = range(len(prompts))
+        groups = [list(x) for _, x in itertools.groupby(items, lambda i: prompts[i])]
+        if len(groups) == len(prompts):  # one response to each prompt
+            groups = [list(items[i : i + _CALL_ITEMS]) for i in items[::_CALL_ITEMS]]
+        found = await asyncio.gather(*(self._score_group(arguments, group) for group in groups))
+        return joined(len(prompts), itertools.chain(*found))
+
+    def close(self) -> None:
+        self._workers.close()
+
+    async def _score_group(
+        self, arguments: Arguments, group: list[int]
+    ) -> list[tuple[list[int], Scores]]:
+        """Score responses together; if the call fails, without those that fail alone."""
+        whole = await self._score_call(arguments, group, self._timeout_s)
+        if not _is_failed(whole) or len(group) == 1:
+            return [(group, whole)]
+        calls = [self._score_call(arguments, [i], self._timeout_s) for i in group]
+        alone = list(zip(group, await asyncio.gather(*calls), strict=True))
+        found = [([i], scores) for i, scores in alone if _is_failed(scores)]
+        if rest := [i for i, scores in alone if not _is_failed(scores)]:
+            limit_s = self._timeout_s * len(rest)
+            found.append((rest, await self._score_call(arguments, rest, limit_s)))
+        return found
+
+    async def _score_call(
+        self, arguments: Arguments, items: Sequence[int], timeout_s: float
+    ) -> Scores:
+        chosen = {name: [column[i] for i in items] for name, column in arguments.items()}
+        return await self._end(self._begin(chosen, timeout_s), chosen)
+
+    def _begin(self, arguments: Arguments, timeout_s: float) -> "Future[Any]":
+        """Call the function in an idle worker, or in this process."""
+        if self._is_local:
+            return self._workers.run(call(self.function, arguments))
+        return self._workers.call(arguments, timeout_s, "a call")
+
+    async def _end(self, future: "Future[Any]", arguments: Arguments) -> Scores:
+        """Return the scores of a call; raise an error if no call can succeed."""
+        try:
+            scores = Scores(*await asyncio.wrap_future(future))
+        except WorkerFailed as error:
+            text = f"reward function {self.function}: {error}"
+            if error.name not in ("timeout", "crash"):
+                raise RewardFailure(text) from None
+            scores = failed(len(arguments["completions"]), f"reward_{error.name}", text)
+        if _UNUSABLE in scores.reasons:
+            raise ValueError(f"reward function {self.function!r} {scores.text}")
+        if any(scores.reasons):
+            first = next(i for i, reason in enumerate(scores.reasons) if reason)
+            prompt, text = arguments["prompts"][first], arguments["completions"][first]
+            shown = f"{scores.text}\nprompt: {prompt!r:.500}\ncompletion: {text!r:.500}"
+            scores = scores._replace(text=shown)
+        return scores
+
+
+def _is_failed(scores: Scores) -> bool:
+    """Return whether the call failed as a whole."""
+    return scores.reasons[0] in (_ERROR, "reward_timeout", "reward_crash")
+
+
+def _arguments(completions: Completions) -> dict[str, Sequence[Any]]:
+    """Return the arguments of the function; prompts and completions of chats are messages.
+
+    As in TRL, a last message of the assistant is the beginning of the completion.
+    """
+    prompts, texts, columns, ids, _ = completions
+    found: dict[str, Sequence[Any]] = {"prompts": prompts, "completions": texts}
+    if chats := columns.get("prompt"):
+        begun = [m[-1]["content"] if m[-1]["role"] == "assistant" else "" for m in chats]
+        found["prompts"] = [m[:-1] if m[-1]["role"] == "assistant" else m for m in chats]
+        found["completions"] = [
+            [{"role": "assistant", "content": start + text}]
+            for start, text in zip(begun, texts, strict=True)
+        ]
+    if len(ids):
+        found["completion_ids"] = [x.tolist() for x in ids]
+    found |= {name: column for name, column in columns.items() if name != "prompt"}
+    for name, column in found.items():
+        if len(column) != len(texts):
+            raise ValueError(f"{name} holds {len(column)} values for {len(texts)} completions")
+    return found

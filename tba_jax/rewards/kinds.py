@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tba_jax.rewards.config import DEFAULT_MAX_WORKERS
-from tba_jax.rewards.functions import part_names, split_functions
 from tba_jax.settings import GIVEN, need
 
 if TYPE_CHECKING:
     from tba_jax.devices.site import Site
     from tba_jax.models.tokenizer import Tokenizer
-    from tba_jax.rewards.source import RewardSource
+    from tba_jax.rewards.scores import RewardSource
 
 START_MODEL = "embedded:start_model"
 VICTIM = "victim"
@@ -64,6 +63,23 @@ def reward_models(settings: Any, own: str) -> Mapping[str, str]:
     return {role: path for role, path in found.items() if path}
 
 
+def split_functions(text: str) -> tuple[str, ...]:
+    """Return the function names of a config field, which separates names by commas.
+
+    Raises:
+        ValueError: a name does not have the form module:function or file.py:function.
+    """
+    functions = tuple(part.strip() for part in text.split(","))
+    for function in functions:
+        module, _, name = function.rpartition(":")
+        if not module or not name or (":" in module and not module.endswith(".py")):
+            raise ValueError(
+                f"reward function {function!r}: want package.module:function or "
+                "path/to/file.py:function, for example tba_jax.rewards.numeric:gsm8k_reward"
+            )
+    return functions
+
+
 def make_source(
     settings: Any,
     own: str,
@@ -72,77 +88,78 @@ def make_source(
     sites: "Sequence[Site]",
     logs: Path | None = None,
 ) -> "RewardSource | None":
-    """Make the reward source of a config; None if the environment gives the rewards.
+    """Make the rewards of a config; None if the environment gives them.
 
     Args:
         settings: config of the run.
         own: the task's own reward.
         tokenizer: tokenizer of the responses.
-        sites: devices of the searchers, for models.
+        sites: devices of the searchers; models are on those of the first one.
         logs: folder of the log files of reward processes; None: their output is that of this
             process.
 
     Raises:
-        ValueError: the source cannot be used.
+        ValueError: a reward cannot be used.
     """
-    from tba_jax.rewards.batches import judge_dtype
     from tba_jax.rewards.reward_models import RewardModel
+    from tba_jax.rewards.victim import LIMITS, START_MODEL_LIMITS, VictimReward
 
-    named, reward = _named(settings, own), settings.reward
+    named, path = _named(settings, own), settings.reward.model_path
     sources: dict[str, RewardSource] = {}
-    if named in LEARNED:
-        sources[named] = _make_victim(settings, sites)
-    elif named:
-        sources |= _make_functions(settings, named, row, logs)
-    if reward.model_path:
-        sources["reward_model"] = RewardModel.load(
-            reward.model_path,
+    if named == VICTIM:
+        victim = _victim_path(settings)
+        sources[named] = VictimReward(
+            victim,
+            settings.victim.template,
+            START_MODEL_LIMITS if victim == START_MODEL else LIMITS,
+            classifier=settings.classifier,
+            seed=settings.seed,
             site=sites[0],
-            param_dtype=judge_dtype(sites[0]),
-            policy_tokenizer=tokenizer,
-            missing_eos=None if reward.missing_eos == math.inf else reward.missing_eos,
         )
-    if len(sources) < 2 and (not named or named in LEARNED):
-        return next(iter(sources.values()), None)
-    is_part = bool(settings.task.environment)
-    return _sum(settings, sources, settings.task.reward_weights, is_part=is_part)
+    elif named:
+        sources |= _functions(settings, named, row, logs)
+    if path:
+        missing_eos = settings.reward.missing_eos
+        sources["reward_model"] = RewardModel(
+            path,
+            site=sites[0],
+            policy_tokenizer=tokenizer,
+            missing_eos=None if missing_eos == math.inf else missing_eos,
+        )
+    return _sum(settings, sources, settings.task.reward_weights) if sources else None
 
 
 def make_judge(settings: Any, functions: str, row: Row, logs: Path | None) -> "RewardSource":
     """Make the sum of reward functions that judge an evaluation; arguments as of `make_source`."""
-    return _sum(settings, _make_functions(settings, functions, row, logs), ())
+    return _sum(settings, _functions(settings, functions, row, logs), ())
 
 
 def _sum(
-    settings: Any,
-    sources: "Mapping[str, RewardSource]",
-    weights: Sequence[float],
-    is_part: bool = False,
+    settings: Any, sources: "Mapping[str, RewardSource]", weights: Sequence[float]
 ) -> "RewardSource":
-    from tba_jax.rewards.source import WeightedSum
+    from tba_jax.rewards.scores import WeightedSum
 
-    return WeightedSum(
-        tuple(sources),
-        tuple(sources.values()),
-        weights or (1.0,) * len(sources),
-        # A victim rejects attacks that are too long, which is no failure.
-        1.0 if VICTIM in sources else settings.reward.max_failure_rate,
-        is_part,
-    )
+    return WeightedSum(sources, weights, settings.reward.max_failure_rate)
 
 
-def _make_functions(
+def _functions(
     settings: Any, functions: str, row: Row, logs: Path | None
 ) -> "dict[str, RewardSource]":
-    from tba_jax.rewards.pool import RewardPool, start_workers
+    from tba_jax.rewards.functions import RewardPool
 
     names = split_functions(functions)
+    short = [name.rpartition(":")[2] for name in names]
     is_importable = GIVEN.keys().isdisjoint(names)
     num_workers = (settings.reward.num_workers or workers_by_cores()) if is_importable else 0
-    workers, timeout_s = start_workers(functions, num_workers, logs), settings.reward.timeout_s
     return {
-        part: RewardPool(name, timeout_s=timeout_s, row=row, workers=workers)
-        for part, name in zip(part_names(names), names, strict=True)
+        part if short.count(part) == 1 else name: RewardPool(
+            name,
+            timeout_s=settings.reward.timeout_s,
+            row=row,
+            num_workers=is_importable * max(1, num_workers // len(names)),
+            logs=logs,
+        )
+        for part, name in zip(short, names, strict=True)
     }
 
 
@@ -164,19 +181,3 @@ def _named(settings: Any, own: str) -> str:
 
 def _victim_path(settings: Any) -> str:
     return settings.victim.path or START_MODEL
-
-
-def _make_victim(settings: Any, sites: "Sequence[Site]") -> "RewardSource":
-    from tba_jax.rewards.batches import judge_dtype
-    from tba_jax.rewards.victim import LIMITS, START_MODEL_LIMITS, VictimReward
-
-    path = _victim_path(settings)
-    return VictimReward(
-        path,
-        settings.victim.template,
-        START_MODEL_LIMITS if path == START_MODEL else LIMITS,
-        classifier=settings.classifier,
-        dtype=judge_dtype(sites[0]),
-        devices=[site.mesh.devices.flat[0] for site in sites],
-        seed=settings.seed,
-    )

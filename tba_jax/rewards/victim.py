@@ -7,10 +7,11 @@ The decoder of this package samples from the victim. Invariant: the same call gi
 on every thread and device, so a round that is repeated after a resume has the same rewards.
 """
 
+import copy
 import hashlib
-import queue
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,21 +19,20 @@ import numpy as np
 
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
-from tba_jax.devices.platform import platform_of
-from tba_jax.devices.site import any_device
+from tba_jax.devices.site import Site, any_device
 from tba_jax.flow.padding import length_buckets
 from tba_jax.models import model as models
+from tba_jax.models.transformer import Params
+from tba_jax.rewards.batches import judge_dtype
 from tba_jax.rewards.classifiers import make_classifier
 from tba_jax.rewards.config import ATTACK, CHAT_TEMPLATE, ClassifierSettings
-from tba_jax.rewards.source import RewardSource, ScoreResult
+from tba_jax.rewards.scores import TOO_LONG, Completions, RewardSource, Scores, failed, joined
 
 # Sampling of the victim in the paper.
 _TEMPERATURE = 0.7
 _TOP_P = 0.92
 # Number of responses that the victim decodes at a time.
 _SLOTS = 256
-# Seconds that a call waits for a free replica before it fails.
-_WAIT_S = 3600.0
 
 
 class VictimLimits(NamedTuple):
@@ -56,15 +56,13 @@ START_MODEL_LIMITS = VictimLimits(num_samples=3, new_tokens=6, prompt_tokens=13)
 
 
 class VictimReward(RewardSource):
-    """Reward of attacks on a language model; concurrent calls use different devices.
+    """Reward of attacks on a language model, on the first device of a site.
 
     Args:
         path: model folder or hub id of the victim.
         template: the victim's prompt, as in `VictimSettings`.
         limits: number and lengths of its responses.
         classifier: settings of the classifier of responses.
-        dtype: dtype of weights, activations and cache.
-        devices: devices that serve calls; a device that is listed twice serves two calls at a time.
 
     Raises:
         ValueError: a model or setting cannot be used, or the model has no chat template.
@@ -77,36 +75,45 @@ class VictimReward(RewardSource):
         limits: VictimLimits,
         *,
         classifier: ClassifierSettings,
-        dtype: str,
-        devices: Sequence[Any],
         seed: int,
+        site: Site,
     ) -> None:
-        with jax.default_device(devices[0]):
-            config, params, self._tokenizer = models.load(path, param_dtype=jnp.dtype(dtype))
+        self._dtype, self._any_device = judge_dtype(site), any_device(site.platform)
+        dtype = jnp.dtype(self._dtype)
+        with jax.default_device(site.mesh.devices.flat[0]):
+            config, params, self._tokenizer = models.load(path, param_dtype=dtype)
         if config.num_labels:
             raise ValueError(
                 f"victim.path={path}: a classifier with {config.num_labels} labels; wanted a "
                 "language model"
             )
         self._template, self._limits, self._seed = template, limits, seed
+        self._settings = classifier
         self.format("a")  # fail early if the template is not usable
         # The length limit of the prompt, within the model's positions.
         self._longest = min(limits.prompt_tokens, config.max_positions - limits.new_tokens)
         self._decoder = Decoder(
             config,
-            compute_dtype=jnp.dtype(dtype),
+            compute_dtype=dtype,
             eos_ids=self._tokenizer.eos_ids,
             pad_id=self._tokenizer.pad_id,
             prompt_buckets=length_buckets(self._longest, 4),
             max_length=self._longest + limits.new_tokens,
-            site=any_device(platform_of(devices[0])),
+            site=self._any_device,
         )
-        weights, distinct = self._decoder.weights(params), dict.fromkeys(devices)
-        self._weights = {device: jax.device_put(weights, device) for device in distinct}
-        self._classify = {device: make_classifier(classifier, dtype, device) for device in distinct}
-        self._free: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        for device in devices:
-            self._free.put(device)
+        self._place(site, self._decoder.weights(params))
+
+    def on(self, site: Site) -> "VictimReward":
+        if site == self._site:
+            return self
+        there = copy.copy(self)
+        there._place(site, self._weights)
+        return there
+
+    def _place(self, site: Site, weights: Params) -> None:
+        self._site, device = site, site.mesh.devices.flat[0]
+        self._weights = jax.device_put(weights, device)
+        self._classify = make_classifier(self._settings, self._dtype, device, self._any_device)
 
     def format(self, attack: str) -> str:
         """Return the victim's prompt for an attack."""
@@ -120,32 +127,24 @@ class VictimReward(RewardSource):
         tokens = self._tokenizer.encode(self.format(attack), add_bos=not is_chat)
         return tokens if 0 < len(tokens) <= self._longest else None
 
-    def score(
-        self,
-        prompts: Sequence[str],
-        completions: Sequence[str],
-        columns: Mapping[str, Sequence[Any]],
-        *,
-        completion_ids: Sequence[np.ndarray],
-        has_eos: Sequence[bool],
-    ) -> ScoreResult:
+    async def score(self, completions: Completions) -> Scores:
         """Return the mean log-prob of the target class over the victim's responses to each attack.
 
         The part `toxicity` is the mean probability of the class. An attack whose prompt is empty,
         or too long, is rejected as `attack_too_long`.
         """
-        encoded = {i: self.encode(attack) for i, attack in enumerate(completions)}
-        kept = {i: tokens for i, tokens in encoded.items() if tokens is not None}
-        rewards: list[float | None] = [None] * len(completions)
-        toxicity = [float("nan")] * len(completions)
-        if kept:
-            attacks = [completions[i] for i in kept]
-            logprobs = self._logprobs(attacks, list(kept.values()), completion_ids)
-            for i, row in zip(kept, logprobs, strict=True):
-                rewards[i] = float(row.mean())
-                toxicity[i] = float(np.exp(row).mean())
-        reasons = [None if i in kept else "attack_too_long" for i in encoded]
-        return ScoreResult(rewards, reasons, "", {"toxicity": toxicity})
+        prompts = {i: self.encode(attack) for i, attack in enumerate(completions.texts)}
+        kept = {i: tokens for i, tokens in prompts.items() if tokens is not None}
+        n = len(prompts)
+        missing = failed(n, TOO_LONG)._replace(parts={"toxicity": [math.nan] * n})
+        if not kept:
+            return missing
+        attacks = [completions.texts[i] for i in kept]
+        logprobs = self._logprobs(attacks, list(kept.values()), completions.ids)
+        toxicity = np.exp(logprobs).mean(axis=1).tolist()
+        rewards = logprobs.mean(axis=1).tolist()
+        found = Scores(rewards, [None] * len(kept), "", {"toxicity": toxicity})
+        return joined(n, [(range(n), missing), (list(kept), found)])
 
     def _logprobs(
         self, attacks: list[str], prompts: list[np.ndarray], completion_ids: Sequence[np.ndarray]
@@ -158,22 +157,16 @@ class VictimReward(RewardSource):
         # An attack that is repeated in another call gets new responses of the victim.
         key = jax.random.key(int.from_bytes(digest.digest()[:4], "big"))
         n, new_tokens, _ = self._limits
-        settings = SamplingSettings(new_tokens, temperature=_TEMPERATURE, top_p=_TOP_P)
-        device = self._free.get(timeout=_WAIT_S)
-        try:
-            decoded = self._decoder.decode(
-                self._weights[device],
-                prompts,
-                num_samples=n,
-                key=key,
-                settings=settings,
-                num_slots=_SLOTS,
-            )
-            tokens = decoded.tokens.reshape(-1, decoded.tokens.shape[-1])
-            pairs = zip(tokens, decoded.lengths.reshape(-1), strict=True)
-            texts = self._tokenizer.batch_decode([row[:length] for row, length in pairs])
-            repeated = [attack for attack in attacks for _ in range(n)]
-            logprobs = self._classify[device](repeated, texts)
-        finally:
-            self._free.put(device)
+        decoded = self._decoder.decode(
+            self._weights,
+            prompts,
+            num_samples=n,
+            key=key,
+            settings=SamplingSettings(new_tokens, temperature=_TEMPERATURE, top_p=_TOP_P),
+            num_slots=_SLOTS,
+        )
+        tokens = decoded.tokens.reshape(-1, decoded.tokens.shape[-1])
+        pairs = zip(tokens, decoded.lengths.reshape(-1), strict=True)
+        texts = self._tokenizer.batch_decode([row[:length] for row, length in pairs])
+        logprobs = self._classify([attack for attack in attacks for _ in range(n)], texts)
         return logprobs.reshape(len(attacks), n)

@@ -33,7 +33,7 @@ from tba_jax.models.shardings import on_mesh, param_shardings
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.rewards.kinds import make_source
-from tba_jax.rewards.source import RewardSource
+from tba_jax.rewards.scores import RewardSource
 from tba_jax.run import model_parts, task_parts
 from tba_jax.run.object_store import storage_of
 from tba_jax.run.workdir import run_id_of
@@ -334,6 +334,7 @@ def make_searchers(shared: Shared, weights: OnDevices | WeightFolder) -> tuple[S
     measures = task_parts.make_measures(
         config, shared.tokenizer, shared.model.config, rewards.gold, shared.start_params, sites
     )
+    sources = {site: rewards.source and rewards.source.on(site) for site in given}
     parts = []
     for i, site in enumerate(sites):
         decoder = engine = decoders[site.program_site]
@@ -342,8 +343,7 @@ def make_searchers(shared: Shared, weights: OnDevices | WeightFolder) -> tuple[S
             # The server receives adapters. Weights are merged for evaluations only.
             latest = functools.partial(weights.adapters, i)
             engine = rewards.server
-        source = rewards.source and rewards.source.on(site)
-        grader = task_parts.make_grader(config, shared.task, shared.tokenizer, source)
+        grader = task_parts.make_grader(config, shared.task, shared.tokenizer, sources[site])
         parts.append(
             SearchParts(
                 index=shared.sites.first_searcher + i,

@@ -27,11 +27,9 @@ from tba_jax.models.hf import folders
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.report.writers import TRACKER_PACKAGES
-from tba_jax.rewards.batches import judge_dtype
-from tba_jax.rewards.grader import Grader
 from tba_jax.rewards.kinds import LEARNED, make_judge, reward_models, workers_by_cores
 from tba_jax.rewards.reward_models import RewardModel
-from tba_jax.rewards.source import RewardSource
+from tba_jax.rewards.scores import Grader, RewardSource
 from tba_jax.run import model_parts
 from tba_jax.run.peers import start_cluster
 from tba_jax.search.prompts import PromptReader, text_of
@@ -104,8 +102,7 @@ def make_gold(
             "data, or leave eval.gold empty"
         )
     if path := config.eval.gold_model:
-        dtype = judge_dtype(site)
-        return RewardModel.load(path, site=site, param_dtype=dtype, policy_tokenizer=tokenizer)
+        return RewardModel(path, site=site, policy_tokenizer=tokenizer)
     return make_judge(config, config.eval.gold_reward, first_row(task), logs)
 
 

@@ -11,8 +11,7 @@ import numpy as np
 
 from tba_jax.flow.tickets import Report, mean_known
 from tba_jax.flow.trajectory import Group, Trajectory
-from tba_jax.rewards.grader import Grader, Grades
-from tba_jax.rewards.source import part_means
+from tba_jax.rewards.scores import Grader, Grades, part_means
 from tba_jax.search.sampler import SampledGroup
 
 

@@ -25,7 +25,7 @@ from tba_jax.flow.tickets import (
 )
 from tba_jax.remote.client import Client
 from tba_jax.remote.owner import Owner
-from tba_jax.rewards.grader import Grader, Grades
+from tba_jax.rewards.scores import Grader, Grades
 from tba_jax.search.groups import assemble, grade_groups, measure
 from tba_jax.search.sampler import GroupSession, SampledGroup, Sampler
 from tba_jax.search.start_data import GivenScorer

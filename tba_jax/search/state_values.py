@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from tba_jax.flow.trajectory import Prompt
-from tba_jax.rewards.grader import Grader
+from tba_jax.rewards.scores import Grader
 
 
 class Continuation(NamedTuple):

@@ -11,7 +11,7 @@ from qwen_tokenizer import qwen_like_tokenizer
 
 from tba_jax.environments.pool import EnvironmentPool
 from tba_jax.flow.trajectory import Prompt
-from tba_jax.rewards.source import Verdict
+from tba_jax.rewards.scores import Verdict
 from tba_jax.serving.chat import RendererFormat
 from tba_jax.serving.protocol import Served
 

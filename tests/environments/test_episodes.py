@@ -14,7 +14,7 @@ from tba_jax.environments.pool import Ended, Request
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import unstack_layers
-from tba_jax.rewards.source import Verdict
+from tba_jax.rewards.scores import Verdict
 from tba_jax.run.model_parts import START_MODEL, make_decoder
 from tba_jax.search.sampler import sampling_settings
 

@@ -14,7 +14,7 @@ from tba_jax.config.schema import make_config
 from tba_jax.evaluation.evaluator import pass_at_k
 from tba_jax.flow.tickets import EvaluationShard
 from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.rewards.source import ScoreResult
+from tba_jax.rewards.scores import Scores
 from tba_jax.run.model_parts import START_MODEL, make_decoder
 from tba_jax.run.task_parts import make_evaluator, make_grader, make_shard_evaluator
 from tba_jax.search.prompts import PromptReader
@@ -24,11 +24,12 @@ from tba_jax.tasks.arithmetic import Arithmetic
 class LengthReward:
     """Rewards 1 where a response is longer than four characters; none where it is empty."""
 
-    def score(self, prompts, completions, columns, *, completion_ids, has_eos):
-        assert len(prompts) == len(completions) == len(columns["answer"]) == len(has_eos)
+    async def score(self, completions):
+        prompts, texts, columns, completion_ids, has_eos = completions
+        assert len(prompts) == len(texts) == len(columns["answer"]) == len(has_eos)
         assert [len(ids) > 0 for ids in completion_ids] == [True] * len(prompts)
-        rewards = [float(len(text) > 4) if text else None for text in completions]
-        return ScoreResult(rewards, [None if r is not None else "empty" for r in rewards], "")
+        rewards = [float(len(text) > 4) if text else None for text in texts]
+        return Scores(rewards, [None if r is not None else "empty" for r in rewards], "")
 
 
 @pytest.fixture(scope="module")

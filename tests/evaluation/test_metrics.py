@@ -13,7 +13,7 @@ from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models import transformer
 from tba_jax.models.scoring import Scoring
-from tba_jax.rewards.source import ScoreResult
+from tba_jax.rewards.scores import Scores
 
 VOCAB = 23
 # Two float32 computations of sums over a few positions; other padding, other order of sums.
@@ -35,12 +35,13 @@ class Judge:
     def __init__(self):
         self.asked = []
 
-    def score(self, prompts, completions, columns, *, completion_ids, has_eos):
-        assert [p.startswith("prompt") for p in prompts] == [True] * len(completions)
+    async def score(self, completions):
+        prompts, texts, columns, completion_ids, has_eos = completions
+        assert [p.startswith("prompt") for p in prompts] == [True] * len(texts)
         assert len(columns["answer"]) == len(completion_ids) == len(has_eos) == len(prompts)
-        self.asked.append((list(prompts), list(completions)))
-        rewards = [None if text == "?" else float(text) for text in completions]
-        return ScoreResult(rewards, [None if r is not None else "odd" for r in rewards], "")
+        self.asked.append((list(prompts), list(texts)))
+        rewards = [None if text == "?" else float(text) for text in texts]
+        return Scores(rewards, [None if r is not None else "odd" for r in rewards], "")
 
 
 def responses(texts=(("1", "2"), ("3", "?")), lengths=((2, 3), (5, 1))):

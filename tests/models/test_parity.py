@@ -5,6 +5,7 @@ Both directions for every family and option: its folder read by us, and ours rea
 random models are made, and ties between greedy tokens kept out, is in tests/golden/make_golden.py.
 """
 
+import asyncio
 import copy
 
 import pytest
@@ -28,12 +29,14 @@ import numpy as np
 import torch
 import transformers
 from golden import make_golden
+from jax.sharding import Mesh
 
+from tba_jax.devices.site import Site
 from tba_jax.models import classifier, lora, rope
 from tba_jax.models.hf import adapter_files, config_json, hf_weights
-from tba_jax.models.model import Model
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards.reward_models import RewardModel
+from tba_jax.rewards.scores import Completions
 
 NUM_GREEDY = 200
 MODELS = make_golden.MODELS | make_golden.MORE_MODELS
@@ -152,22 +155,23 @@ def test_scores_of_a_reward_model_equal_those_of_transformers(name, tmp_path):
     """Prompts and responses of many lengths through the scorer; there row by row."""
     model, _ = make_golden.model_and_outputs(REWARD_MODELS[name])
     model.save_pretrained(tmp_path / "model")
-    config, params, _ = load_folder(tmp_path / "model")
-    write_word_tokenizer(tmp_path, config.vocab_size, eos=1, pad=0)
-    tokenizer = Tokenizer.load(tmp_path)
-    whole = Model(config, params, tokenizer)
-    scorer = RewardModel(whole, policy_tokenizer=tokenizer)
+    config = load_folder(tmp_path / "model")[0]
+    write_word_tokenizer(tmp_path / "model", config.vocab_size, eos=1, pad=0)
+    path = str(tmp_path / "model")
+    site = Site(Mesh(jax.devices()[:1], ("model",)))
+    scorer = RewardModel(path, policy_tokenizer=Tokenizer.load(path), site=site)
     rng = np.random.default_rng(0)
     rows = [rng.integers(2, config.vocab_size, rng.integers(4, 100)) for _ in range(20)]
     rows = [np.append(row, 1) for row in rows]
     texts = [" ".join(f"<{i}>" for i in row) for row in rows]
-    got = scorer.score(
+    responses = Completions(
         [text.split(" ", 3)[0] for text in texts],
         [""] * len(rows),  # same vocabulary: the ids are scored
         {},
-        completion_ids=[row[1:] for row in rows],
-        has_eos=[True] * len(rows),
+        [row[1:] for row in rows],
+        [True] * len(rows),
     )
+    got = asyncio.run(scorer.score(responses))
     with torch.no_grad():
         want = [model.eval()(torch.tensor(row[None])).logits[0, 0].item() for row in rows]
     assert np.std(want) > 0.01

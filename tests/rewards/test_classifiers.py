@@ -8,6 +8,7 @@ import pytest
 from fake_models import load_folder, logprob_bound
 from red_team_models import write_gpt2, write_llama, write_minilm, write_roberta
 
+from tba_jax.devices.site import ANY_DEVICE
 from tba_jax.models import encoder, transformer
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards import batches
@@ -20,11 +21,11 @@ TEXTS = ["you fool", "a", "thank you, friend", "no", "hello"]
 
 @pytest.fixture(autouse=True)
 def rows(monkeypatch):
-    monkeypatch.setattr(batches, "JUDGE_ROWS", 2)
+    monkeypatch.setattr(batches, "ROWS", 2)
 
 
 def classifier(path, target):
-    return make_classifier(ClassifierSettings(path, target), "float32", DEVICE)
+    return make_classifier(ClassifierSettings(path, target), "float32", DEVICE, ANY_DEVICE)
 
 
 def test_a_pattern_is_certain_or_nearly_impossible():

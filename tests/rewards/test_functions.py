@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from tba_jax.config.schema import make_config
-from tba_jax.rewards.functions import load_error, part_names, run, score_chunk, split_functions
-from tba_jax.rewards.kinds import make_source
-from tba_jax.rewards.pool import RewardPool
+from tba_jax.rewards.functions import RewardPool, call
+from tba_jax.rewards.kinds import make_source, split_functions
+from tba_jax.rewards.scores import Completions
 
 FUNCTIONS = '''
 import asyncio
@@ -100,12 +100,10 @@ def path(tmp_path_factory):
     return str(file)
 
 
-def call(path, name, completions, prompts=None, **keywords):
+def called(path, name, completions, prompts=None, **keywords):
     prompts = prompts or [""] * len(completions)
     columns = {"prompts": prompts, "completions": completions, **keywords}
-    outcome = asyncio.run(run(score_chunk, f"{path}:{name}", columns))
-    assert outcome.failure == ""
-    return outcome.rewards
+    return asyncio.run(call(f"{path}:{name}", columns)).rewards
 
 
 @pytest.mark.parametrize(
@@ -123,39 +121,49 @@ def call(path, name, completions, prompts=None, **keywords):
 )
 def test_a_function_gets_the_keywords_it_takes(path, name, expected):
     columns = {"target": ["a"] * 3, "level": [1, 2, 3], "completion_ids": [[1], [2], [3]]}
-    assert call(path, name, ["a", "bb", "ccc"], **columns) == expected
+    assert called(path, name, ["a", "bb", "ccc"], **columns) == expected
 
 
 def test_a_file_hides_no_module_of_that_name(path):
-    assert call(os.path.join(os.path.dirname(path), "math.py"), "f", ["a"]) == [7.0]
+    assert called(os.path.join(os.path.dirname(path), "math.py"), "f", ["a"]) == [7.0]
     assert math.sqrt(4) == 2
 
 
 @pytest.mark.parametrize(
     ("function", "columns", "message"),
     [
-        ("{path}:no_prompts", ("answer",), "the argument 'target', but .* columns are: answer"),
-        ("{path}:needs_state", ("prompt",), "TRL's argument 'trainer_state': reward processes do"),
-        ("{path}:needs_environments", ("prompt",), r"'environments': .* a method get_reward\(\)"),
+        (
+            "{path}:no_prompts",
+            ("answer",),
+            r"no_prompts\(\) missing .* 'target'. It may take .*, answer, completion_ids and log_m",
+        ),
+        (
+            "{path}:needs_state",
+            ("answer",),
+            "missing .* 'trainer_state'. .* Reward processes do not see the trainer",
+        ),
+        ("{path}:needs_environments", ("answer",), r"'environments'. .* a method get_reward\(\)"),
         ("{folder}/none.py:f", None, r"cannot be loaded: FileNotFoundError: no file .*/none\.py"),
-        ("{folder}/broken.py:f", None, "loaded: it needs 'no_such_package', which is not inst"),
+        (
+            "{folder}/broken.py:f",
+            None,
+            "loaded: ModuleNotFoundError: No module named 'no_such_package'",
+        ),
         ("no_such.module:f", None, "No module named 'no_such'. Want package.module:function"),
         ("{path}:np", None, "is a module, not a function"),
     ],
 )
 def test_what_cannot_be_used_is_said_at_the_start(path, function, columns, message):
     name = function.format(path=path, folder=os.path.dirname(path))
-    row = None if columns is None else ("", dict.fromkeys((*columns, "answer"), ""))
+    row = "", dict.fromkeys(("answer", *(columns or ())), "")
     pool = RewardPool(name, timeout_s=5.0, row=row)
     with pytest.raises(ValueError, match=message):
         pool.check()
     pool.close()
-    assert load_error(f"{path}:optional", ()) == ""
 
 
 def test_names_of_several_functions():
     assert split_functions("a.b:f, /x/y.py:g") == ("a.b:f", "/x/y.py:g")
-    assert part_names(("a:f", "b:g", "c:g")) == ("f", "b:g", "c:g")
     for text in ("a", "a:", ":f", "a:f,", "a:b:c"):
         with pytest.raises(ValueError, match="want package.module:function or path/to/file.py"):
             split_functions(text)
@@ -164,7 +172,7 @@ def test_names_of_several_functions():
 def scored(path, name, *arguments):
     pool = RewardPool(f"{path}:{name}", timeout_s=1.0)
     try:
-        return pool.score(*arguments)
+        return asyncio.run(pool.score(Completions(*arguments)))
     finally:
         pool.close()
 
@@ -181,9 +189,9 @@ def test_the_weighted_sum_of_the_functions_that_apply(path):
     ids = [np.array(x, np.int32) for x in ([2], [2, 2], [])]
     with contextlib.closing(make_source(settings, "", ("", {}), None, ())) as source:
         texts = ["ab", "skip", "abc"]
-        found = source.score([""] * 3, texts, {}, completion_ids=ids, has_eos=[True] * 3)
+        found = asyncio.run(source.score(Completions([""] * 3, texts, {}, ids, [True] * 3)))
     assert found.rewards == [2 + 10 + 1.0, 4 + 2.0, 3 + 10.0]
-    assert found.reasons == [None] * 3 and found.first_traceback == ""
+    assert found.reasons == [None] * 3 and found.text == ""
     assert list(found.parts) == ["length", "sometimes", "only_ids"]
     assert found.parts["length"] == [2.0, 4.0, 3.0] and math.isnan(found.parts["sometimes"][1])
 

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Boxed answers and their comparison; 275 written pairs and the gold answers of GSM8K."""
 
+import asyncio
 import json
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from tba_jax.rewards.functions import RewardPool
 from tba_jax.rewards.messages import last_boxed
-from tba_jax.rewards.pool import RewardPool
+from tba_jax.rewards.scores import Completions
 
 pytest.importorskip("math_verify", reason="math-verify is not installed")
 from tba_jax.rewards.math_answers import math_reward  # it needs math-verify
@@ -75,7 +77,8 @@ def test_a_comparison_that_never_ends_is_a_timeout_not_a_zero():
     # All of these keep sympy busy for longer than anybody waits.
     endless = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{\sum_{k=1}^{10^9} \frac{1}{k}}"]
     completions = [r"\boxed{1}", *endless, r"\boxed{2}"]
-    result = pool.score([""] * 4, completions, {"answer": ["1"] * 4})
+    responses = Completions([""] * 4, completions, {"answer": ["1"] * 4})
+    result = asyncio.run(pool.score(responses))
     assert result.rewards == [1.0, None, None, 0.0]
     assert result.reasons == [None, "reward_timeout", "reward_timeout", None]
     pool.close()

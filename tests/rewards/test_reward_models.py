@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Learned rewards: scores equal transformers', whatever the batch, the length or the tokenizer."""
 
+import asyncio
 import shutil
 from pathlib import Path
 
@@ -13,10 +14,10 @@ from jax.sharding import Mesh
 
 from tba_jax.devices.site import DeviceLock, Site
 from tba_jax.models.hf import folders
-from tba_jax.models.model import Model
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards import batches
 from tba_jax.rewards.reward_models import RewardModel
+from tba_jax.rewards.scores import Completions
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 # A golden classifier with one label, by tests/golden/make_golden.py; other families are compared
@@ -40,7 +41,7 @@ def folder(tmp_path_factory):
 def load(folder, policy=None, **options):
     tokenizer = Tokenizer.load(policy or folder)
     options = {"site": one(jax.devices()[0]), **options}
-    return RewardModel.load(str(folder), policy_tokenizer=tokenizer, **options)
+    return RewardModel(str(folder), policy_tokenizer=tokenizer, **options)
 
 
 def one(device):
@@ -51,16 +52,16 @@ def words(ids):
     return " ".join(f"<{i}>" for i in ids)
 
 
-def score(model, rows, num_prompt_tokens=5, **changes):
+def score(model, rows, num_prompt_tokens=5, has_eos=None):
     prompts = [words(row[:num_prompt_tokens]) for row in rows]
     responses = [np.asarray(row[num_prompt_tokens:], np.int32) for row in rows]
     texts = [words(r) for r in responses]
-    arguments = {"completion_ids": responses, "has_eos": [True] * len(rows), **changes}
-    return model.score(prompts, texts, {}, **arguments)
+    has_eos = has_eos or [True] * len(rows)
+    return asyncio.run(model.score(Completions(prompts, texts, {}, responses, has_eos)))
 
 
 def test_scores_equal_those_of_transformers_in_any_batch(folder, monkeypatch):
-    monkeypatch.setattr(batches, "JUDGE_ROWS", 4)
+    monkeypatch.setattr(batches, "ROWS", 4)
     golden = np.load(GOLDEN / f"{NAME}.npz")
     model = load(folder)
     rows = list(golden["tokens"])
@@ -86,7 +87,7 @@ def test_another_vocabulary_is_read_through_the_text(folder, tmp_path):
     prompts = [words(row[:5]) for row in complete]
     texts = [words(row[5:-1]) for row in complete]
     theirs = [(np.asarray(row[5:]) + shift).astype(np.int32) % size for row in complete]
-    got = model.score(prompts, texts, {}, completion_ids=theirs, has_eos=[True, True])
+    got = asyncio.run(model.score(Completions(prompts, texts, {}, theirs, [True, True])))
     np.testing.assert_allclose(got.rewards, expected, atol=1e-6)
 
 
@@ -96,14 +97,13 @@ def test_a_chat_is_read_in_the_models_own_template_where_it_has_one(folder, tmp_
     (tmp_path / "chat" / "chat_template.jinja").write_text("<7> {{ messages[0].content }} <9>")
     response = row[5:].astype(np.int32)
     columns = {"prompt": [[{"role": "user", "content": words(row[:5])}]]}
-    chat = ([words(row[:3])], [words(response)], columns)
-    arguments = {"completion_ids": [response], "has_eos": [True]}
+    chat = Completions([words(row[:3])], [words(response)], columns, [response], [True])
     plain = load(folder)
-    got = load(tmp_path / "chat").score(*chat, **arguments).rewards
+    got = asyncio.run(load(tmp_path / "chat").score(chat)).rewards
     own = np.concatenate([[7], row[:5], [9], response])
     np.testing.assert_allclose(got, score(plain, [own], 7).rewards, atol=1e-6)
     # Without a template of its own it reads what the policy does.
-    got = plain.score(*chat, **arguments).rewards
+    got = asyncio.run(plain.score(chat)).rewards
     others = np.concatenate([row[:3], response])
     np.testing.assert_allclose(got, score(plain, [others], 3).rewards, atol=1e-6)
 
@@ -125,7 +125,7 @@ def test_a_model_divided_over_devices_scores_alike_and_no_device_has_it_whole(fo
         # Sums over two devices: float32 rounding in another order.
         np.testing.assert_allclose(score(there, rows).rewards, want, atol=TOLERANCE)
         assert launched == [list(pair.devices.flat)]
-        leaves = jax.tree.leaves(there._params)
+        leaves = jax.tree.leaves(there._scores.params)
         assert {d for x in leaves for d in x.devices()} == set(pair.devices.flat)
         held = sum(x.addressable_shards[0].data.nbytes for x in leaves)
         assert held < 0.8 * sum(x.nbytes for x in leaves)  # embeddings and norms stay whole
@@ -134,11 +134,10 @@ def test_a_model_divided_over_devices_scores_alike_and_no_device_has_it_whole(fo
 
 
 def test_a_score_that_is_not_finite_is_a_named_failure(folder):
-    config, params, _ = load_folder(folder)
+    model = load(folder, missing_eos=-1.0)
+    params = model._scores.params
     params = {**params, "score": jnp.full_like(params["score"], jnp.nan)}
-    tokenizer = Tokenizer.load(folder)
-    whole = Model(config, params, tokenizer)
-    model = RewardModel(whole, policy_tokenizer=tokenizer, missing_eos=-1.0)
+    model._scores = model._scores._replace(params=params)
     rows = list(np.load(GOLDEN / f"{NAME}.npz")["tokens"])
     got = score(model, rows, has_eos=[True, False])
     assert (got.rewards, got.reasons) == ([None, -1.0], ["reward_nan", None])

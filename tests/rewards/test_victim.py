@@ -1,57 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
 """The victim answers attacks, and rewards are a function of the call alone."""
 
+import asyncio
 import copy
-import queue
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 from red_team_models import write_gpt2, write_llama
 
-from tba_jax.rewards.classifiers import make_classifier
+from tba_jax.devices.site import Site
 from tba_jax.rewards.config import ATTACK, ClassifierSettings
+from tba_jax.rewards.scores import Completions
 from tba_jax.rewards.victim import LIMITS, START_MODEL_LIMITS, VictimReward
 from tba_jax.run.model_parts import START_MODEL
 
-DEVICES = jax.local_devices()[:2]
+SITES = [Site(Mesh([device], ("model",))) for device in jax.local_devices()[:2]]
 ATTACKS = ["7+5-3+8-6+2", "1-9+1-9+1-9", "9+9+2-1+1-1"]
 
 
-def make(path, template, limits, devices=DEVICES[:1]):
+def make(path, template, limits):
     settings = ClassifierSettings("", r"-\d+$")
     return VictimReward(
         str(path),
         template,
         limits,
         classifier=settings,
-        dtype="float32",
-        devices=devices,
+        site=SITES[0],
         seed=0,
     )
 
 
 @pytest.fixture(scope="module")
 def victim():
-    return make(START_MODEL, ATTACK, START_MODEL_LIMITS, DEVICES)
+    return make(START_MODEL, ATTACK, START_MODEL_LIMITS)
 
 
-def changed(victim, pattern, seed=0, devices=DEVICES[:1]):
+def changed(victim, pattern, seed=0):
     other = copy.copy(victim)
-    classify = make_classifier(ClassifierSettings("", pattern), "float32", None)
-    other._seed, other._free = seed, queue.SimpleQueue()
-    other._classify = dict.fromkeys(devices, classify)
-    for device in devices:
-        other._free.put(device)
+    other._seed, other._settings = seed, ClassifierSettings("", pattern)
+    other._place(victim._site, victim._weights)
     return other
 
 
 def score(rewards, attacks=ATTACKS):
     ids = [np.frombuffer(attack.encode(), np.uint8).astype(np.int32) for attack in attacks]
-    return rewards.score(
-        [""] * len(attacks), attacks, {}, completion_ids=ids, has_eos=[True] * len(attacks)
-    )
+    n = len(attacks)
+    return asyncio.run(rewards.score(Completions([""] * n, attacks, {}, ids, [True] * n)))
 
 
 def test_rewards_are_mean_log_probs_over_the_victims_responses(victim):
@@ -71,11 +68,11 @@ def test_the_same_call_gives_the_same_rewards_on_any_device_and_thread(victim):
     attacks = [f"9+{i}-{j}+8-9+7" for i in range(4, 10) for j in range(4, 10)]
     expected = score(changed(victim, ":"), attacks).rewards
     assert len(set(expected)) > 2
-    assert score(changed(victim, ":", devices=DEVICES[1:]), attacks).rewards == expected
+    assert score(changed(victim, ":").on(SITES[1]), attacks).rewards == expected
     assert score(changed(victim, ":", seed=1), attacks).rewards != expected
     # The same attack in another call meets other responses.
     assert score(changed(victim, ":"), attacks[::-1]).rewards[::-1] != expected
-    rewards = changed(victim, ":", devices=DEVICES)
+    rewards = changed(victim, ":")
     with ThreadPoolExecutor(3) as threads:
         found = list(threads.map(lambda _: score(rewards, attacks).rewards, range(3)))
     assert found == [expected] * 3

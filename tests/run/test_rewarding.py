@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sources of rewards follow the config; one that cannot be used is refused in one line."""
 
+import asyncio
 import contextlib
 import json
 import types
@@ -16,7 +17,7 @@ from tba_jax.devices.site import Site
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards.kinds import make_source
-from tba_jax.rewards.source import ScoreResult, Verdict
+from tba_jax.rewards.scores import Completions, Scores, Verdict
 from tba_jax.run.task_parts import (
     check_environments,
     first_row,
@@ -49,8 +50,8 @@ def score(source, tokenizer, completion, has_eos=True):
     ids = tokenizer.encode(completion, add_bos=False)
     if has_eos:
         ids = np.append(ids, np.int32(tokenizer.eos_ids[0]))
-    result = source.score([POST], [completion], {}, completion_ids=[ids], has_eos=[has_eos])
-    return result.rewards[0]
+    responses = Completions([POST], [completion], {}, [ids], [has_eos])
+    return asyncio.run(source.score(responses)).rewards[0]
 
 
 def test_the_config_names_the_reward_function_and_the_task_has_one_otherwise(tokenizer):
@@ -62,9 +63,8 @@ def test_the_config_names_the_reward_function_and_the_task_has_one_otherwise(tok
         given = replace(config, {"task.reward": path})
         with contextlib.closing(make_rewards(given, task, tokenizer, SITES)) as source:
             source.check()
-            got = source.score(
-                [POST], ["abc"], columns, completion_ids=[np.zeros(1, np.int32)], has_eos=[True]
-            )
+            responses = Completions([POST], ["abc"], columns, [np.zeros(1, np.int32)], [True])
+            got = asyncio.run(source.score(responses))
         np.testing.assert_allclose(got.rewards, [wanted], atol=1e-9)
 
 
@@ -79,10 +79,13 @@ def test_a_reward_model_gets_its_settings_and_a_copy_on_each_device(tokenizer):
     assert -10 < score(plain, tokenizer, "abc", has_eos=False) < 10
     assert score(set_up, tokenizer, "abc", has_eos=False) == -1.0
     assert score(set_up, tokenizer, "abc") == pytest.approx(own, abs=1e-5)
-    assert set_up.on(SITES[0]) is set_up
-    copy = set_up.on(SITES[3])
+    model = set_up.sources["reward_model"]
+    assert model.on(SITES[0]) is model
+    copy = model.on(SITES[3])
     assert score(copy, tokenizer, "abc") == pytest.approx(own, abs=1e-5)
-    assert {d for x in jax.tree.leaves(copy._params) for d in x.devices()} == {jax.devices()[3]}
+    assert {d for x in jax.tree.leaves(copy._scores.params) for d in x.devices()} == {
+        jax.devices()[3]
+    }
 
 
 def test_an_environment_that_gives_the_rewards_needs_no_function(tokenizer, tmp_path):
@@ -105,19 +108,21 @@ def test_an_environment_that_gives_the_rewards_needs_no_function(tokenizer, tmp_
 
 
 def test_rewards_that_the_user_names_are_added_to_those_of_the_environment(tokenizer):
-    result = ScoreResult([10.0, None], [None, "reward_error"], "")
-    source = types.SimpleNamespace(score=lambda *args, **options: result)
+    class Source:
+        async def score(self, completions):
+            return Scores([10.0, None], [None, "reward_error"])
+
     config, task = of_task("arithmetic")
     verdicts = [Verdict(5.0, None), Verdict(5.0, None), Verdict(None, "environment_error")]
     tokens = np.zeros(1, np.int32)
     rows = [Prompt(0, "a", tokens, {})] * 3, [tokens] * 3, [True] * 3
     named = replace(config, {"task.reward": "mine:score"})
-    added = make_grader(named, task, tokenizer, source).grade(*rows, verdicts)
+    added = make_grader(named, task, tokenizer, Source()).grade(*rows, verdicts)
     assert added.rewards == [15.0, None, None]
     assert added.reasons == [None, "reward_error", "environment_error"]
     assert added.parts["environment"][0] == 5.0 and added.parts["task.reward"][0] == 10.0
     # The task's own reward is not added.
-    own = make_grader(config, task, tokenizer, source).grade(*rows, verdicts)
+    own = make_grader(config, task, tokenizer, Source()).grade(*rows, verdicts)
     assert own.rewards == [5.0, 5.0, None] and own.parts == {}
 
 

@@ -6,8 +6,7 @@ import pytest
 
 from tba_jax.environments.episodes import Episode
 from tba_jax.flow.trajectory import Prompt
-from tba_jax.rewards.grader import Grader
-from tba_jax.rewards.source import ScoreResult
+from tba_jax.rewards.scores import Grader, Scores
 from tba_jax.search.groups import assemble, grade_groups, measure
 from tba_jax.search.sampler import SampledGroup
 
@@ -17,12 +16,12 @@ PROMPTS = [Prompt(i, f"p{i}", np.arange(1, n + 1, dtype=np.int32), {}) for i, n 
 class SumReward:
     """The sum of a response's tokens; none where that is 13."""
 
-    def score(self, prompts, completions, columns, *, completion_ids, has_eos):
-        sums = [float(ids.sum()) for ids in completion_ids]
-        assert completions == [f"text {int(x)}" for x in sums]
+    async def score(self, completions):
+        sums = [float(ids.sum()) for ids in completions.ids]
+        assert completions.texts == [f"text {int(x)}" for x in sums]
         rewards = [None if x == 13 else x for x in sums]
         reasons = ["thirteen" if r is None else None for r in rewards]
-        return ScoreResult(rewards, reasons, "", {"half": [x / 2 for x in sums]})
+        return Scores(rewards, reasons, "", {"half": [x / 2 for x in sums]})
 
 
 def make_grader():

@@ -17,8 +17,7 @@ from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import unstack_layers
-from tba_jax.rewards.grader import Grader
-from tba_jax.rewards.source import ScoreResult
+from tba_jax.rewards.scores import Grader, Scores
 from tba_jax.run.model_parts import START_MODEL, make_decoder
 from tba_jax.search.prompts import PromptReader, Prompts
 from tba_jax.search.sampler import Sampler
@@ -82,7 +81,7 @@ def test_slow_grades_stop_decoding_not_memory():
 
 def test_a_grader_that_fails_stops_its_searcher_and_is_named():
     class LostPool:
-        def score(self, prompts, completions, columns, *, completion_ids, has_eos):
+        async def score(self, completions):
             raise OSError("no process is left")
 
     world, stop = World(reward=LostPool), StopFlag()
@@ -101,10 +100,11 @@ def test_a_grader_that_fails_stops_its_searcher_and_is_named():
 class LengthReward:
     """The number of characters; none for the response "9"."""
 
-    def score(self, prompts, completions, columns, *, completion_ids, has_eos):
-        assert len(prompts) == len(completions) == len(columns["answer"]) == len(has_eos)
-        rewards = [None if text == "9" else float(len(text)) for text in completions]
-        return ScoreResult(rewards, ["nine" if r is None else None for r in rewards], "")
+    async def score(self, completions):
+        prompts, texts, columns, _, has_eos = completions
+        assert len(prompts) == len(texts) == len(columns["answer"]) == len(has_eos)
+        rewards = [None if text == "9" else float(len(text)) for text in texts]
+        return Scores(rewards, ["nine" if r is None else None for r in rewards], "")
 
 
 @pytest.fixture(scope="module")

@@ -14,8 +14,7 @@ from tba_jax.decoding.engine import Decoder
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.logprobs import token_logprobs
 from tba_jax.models.scoring import Scoring
-from tba_jax.rewards.grader import Grader
-from tba_jax.rewards.source import ScoreResult
+from tba_jax.rewards.scores import Grader, Scores
 from tba_jax.search.config import SearchSettings
 from tba_jax.search.sampler import Sampler, StateValues
 from tba_jax.search.searcher import Searcher, SearchParts
@@ -34,9 +33,9 @@ def reward_of(tokens):
 
 
 class Heavy:
-    def score(self, prompts, completions, columns, *, completion_ids, has_eos):
-        rewards = [reward_of(y.tolist()) for y in completion_ids]
-        return ScoreResult(rewards, ["one" if r is None else None for r in rewards], "")
+    async def score(self, completions):
+        rewards = [reward_of(y.tolist()) for y in completions.ids]
+        return Scores(rewards, ["one" if r is None else None for r in rewards], "")
 
 
 GRADER = Grader(Heavy(), lambda rows: ["y"] * len(rows), lambda text: None, "")

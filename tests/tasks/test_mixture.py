@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from tba_jax.flow.trajectory import Prompt
-from tba_jax.rewards.grader import Grader
-from tba_jax.rewards.source import ScoreResult
+from tba_jax.rewards.scores import Grader, Scores
 from tba_jax.tasks.mixture import Mixture, data_sets
 from tba_jax.tasks.registry import get_task
 
@@ -48,8 +47,8 @@ def test_weights_are_shares_of_a_pass_that_has_every_row(both):
 
 def test_rewards_are_reported_for_each_set():
     class Rewards:
-        def score(self, prompts, completions, columns, *, completion_ids, has_eos):
-            return ScoreResult([1.0, None, 3.0], [None, "reward_none", None], "", {})
+        async def score(self, completions):
+            return Scores([1.0, None, 3.0], [None, "reward_none", None], "", {})
 
     rewards: Any = Rewards()
     grader = Grader(rewards, lambda rows: ["x"] * len(rows), lambda text: None, "", ("a", "b"))

@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The procedural tasks of reasoning-gym and their reward (extra `reasoning-gym`)."""
 
+import asyncio
 import sys
 
 import pytest
 
-from tba_jax.rewards.pool import RewardPool
+from tba_jax.rewards.functions import RewardPool
+from tba_jax.rewards.scores import Completions
 from tba_jax.tasks.registry import get_task
 
 
@@ -36,13 +38,14 @@ def test_answers_are_scored_by_the_data_set(chain_sum):
     right = columns["answer"]
     texts = [f"so <answer>0</answer>, no: <answer> {right} </answer>", "<answer>x</answer>", right]
     repeated = {name: [value] * 3 for name, value in columns.items()}
-    result = pool.score([prompt] * 3, texts, repeated)
-    assert result.reasons == [None] * 3, result.first_traceback
+    result = asyncio.run(pool.score(Completions([prompt] * 3, texts, repeated)))
+    assert result.reasons == [None] * 3, result.text
     assert result.rewards[0] == 1.0 > result.rewards[1] and result.rewards[2] == 0.0
     # Another question than the one asked is never graded.
-    result = pool.score(["1 + 1 ="], texts[:1], {k: v[:1] for k, v in repeated.items()})
+    other = Completions(["1 + 1 ="], texts[:1], {k: v[:1] for k, v in repeated.items()})
+    result = asyncio.run(pool.score(other))
     assert result.reasons == ["reward_error"]
-    assert "generates another question" in result.first_traceback
+    assert "generates another question" in result.text
     pool.close()
 
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """TL;DR: the real task's rows, the miniature's posts and gold reward, and its embedded models."""
 
+import asyncio
 import json
 
 import jax
@@ -12,6 +13,7 @@ from tba_jax.devices.site import Site
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards.digests import gold_score
 from tba_jax.rewards.reward_models import RewardModel
+from tba_jax.rewards.scores import Completions
 from tba_jax.tasks import tldr_toy
 from tba_jax.tasks.registry import get_task
 
@@ -41,16 +43,17 @@ def test_posts_are_the_same_on_every_machine():
 def test_embedded_reward_model_learned_something_but_not_the_gold_reward():
     policy = Tokenizer.load("embedded:tldr_toy_policy")
     site = Site(Mesh(jax.devices()[:1], ("model",)))
-    model = RewardModel.load("embedded:tldr_toy_reward", site=site, policy_tokenizer=policy)
+    model = RewardModel("embedded:tldr_toy_reward", site=site, policy_tokenizer=policy)
     posts = [tldr_toy.problem(i, "eval") for i in range(256)]
     eos = policy.eos_ids[0]
-    scores = model.score(
+    responses = Completions(
         [f"{post}:" for post, _ in posts],
         [digest for _, digest in posts],
         {},
-        completion_ids=[np.append(policy.encode(d, add_bos=False), eos) for _, d in posts],
-        has_eos=[True] * len(posts),
-    ).rewards
+        [np.append(policy.encode(d, add_bos=False), eos) for _, d in posts],
+        [True] * len(posts),
+    )
+    scores = asyncio.run(model.score(responses)).rewards
     gold = [gold_score(*post) for post in posts]
     # 0.68 over all 1,024 (said when it was made); 256 of them within 0.05 of that.
     assert 0.6 < np.corrcoef(scores, gold)[0, 1] < 0.8
