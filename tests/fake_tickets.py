@@ -78,6 +78,7 @@ class House:
             identity=IDENTITY,
             num_searchers=self.num_searchers,
             num_local=0,
+            has_other_trainers=False,
             samples_per_prompt=S,
             **self.settings,
         )
@@ -90,7 +91,7 @@ class House:
             ),
             self.prompts.from_number,
             self.evaluations,
-            types.SimpleNamespace(wants_stop=False),
+            None,
             given=self.given,
             clock=lambda: self.now,
             log=self.lines.append,

@@ -84,12 +84,11 @@ def _serve_on(bound: socket.socket, args: argparse.Namespace) -> int:
     application = Application(
         lambda episode: queue, served, queue=queue, token=args.token, info=info
     )
-    server = HttpServer(application, "http-server", bound)
     stop = StopFlag()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
     decoding = Worker("decoder", lambda: queue.step(session), stop, idle_s=0.002).start()
-    server.start()
+    server = HttpServer(application, "http-server", bound)
     host = f"[{args.host}]" if ":" in args.host else args.host
     print(f"serving {name} at http://{host}:{server.port}/v1", flush=True)
     while not stop.wait(0.5):

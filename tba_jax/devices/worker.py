@@ -44,14 +44,12 @@ class Worker:
             need timeouts.
         idle_s: seconds to sleep after a step that had nothing to do.
 
-    Attributes:
-        idle_total_s: seconds slept because there was nothing to do.
     """
 
     def __init__(
         self, name: str, step: Callable[[], bool], stop: StopFlag, *, idle_s: float = 0.01
     ) -> None:
-        self.name, self.idle_total_s = name, 0.0
+        self.name, self._idle_total_s = name, 0.0
         self._step, self._stop, self._idle_s = step, stop, idle_s
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self.is_alive = self._thread.is_alive
@@ -67,9 +65,14 @@ class Worker:
                 if not self._step():
                     start = time.perf_counter()
                     self._stop.wait(self._idle_s)
-                    self.idle_total_s += time.perf_counter() - start
+                    self._idle_total_s += time.perf_counter() - start
         except BaseException as error:  # broad: every failure is re-raised in the main thread
             self._stop.fail(self.name, error)
+
+    def take_idle_s(self) -> float:
+        """Return the seconds slept since the last call because there was nothing to do."""
+        slept_s, self._idle_total_s = self._idle_total_s, 0.0
+        return slept_s
 
     def join(self, timeout_s: float) -> None:
         """Wait at most `timeout_s` for the thread, if it was started; raise nothing."""

@@ -452,7 +452,6 @@ class EnvironmentPool:
         if self.is_agent:
             application = Application(self._scope, self.served, prefix="/{episode}")
             self._server = HttpServer(application, "agent-server", bind("127.0.0.1", 0))
-            self._server.start()
         self._is_checked = True
 
     def open(self, prompt: Prompt) -> Environment:

@@ -21,7 +21,6 @@ Handler = Callable[[bytes], bytes]
 
 `Rewind`, `RunEnded` and `ValueError` reach the client; any other error ends the run."""
 
-MAX_REQUEST_BYTES = 2**30
 HEARTBEAT_S = 30
 """Seconds without a heartbeat after which a process counts as lost."""
 _NUM_THREADS = 64  # threads that run handlers; each trainer process may block one
@@ -31,12 +30,12 @@ class Unreachable(Exception):
     """No response arrived in time; the request may have arrived."""
 
 
-class Refused(RuntimeError):
+class Refused(Exception):
     """The server refuses the request: token, method or message."""
 
 
 class Rewind(Exception):
-    """Another owner continues the run: the searcher must join again and drop its tickets."""
+    """The searchers must join again and drop their tickets."""
 
 
 class RunEnded(Exception):
@@ -55,10 +54,7 @@ class Endpoint(NamedTuple):
 
 
 def own_address(towards: str = "") -> str:
-    """Return the address of this machine's network interface that reaches another machine.
-
-    Args:
-        towards: host name or address of the other machine; "": the interface of the default route.
+    """Return the address of this machine that reaches another; "": that of the default route.
 
     Raises:
         OSError: there is no route.
@@ -78,7 +74,6 @@ class ChannelServer:
     Attributes:
         handlers: method name -> handler, which runs on one of several threads; {}: the process is
             starting, or has failed.
-        endpoint: address and token for the clients.
         failure: `failure.check()` raises the first unexpected error of a handler.
     """
 
@@ -88,12 +83,11 @@ class ChannelServer:
 
         self.handlers: Mapping[str, Handler] = {}
         self.failure = StopFlag()
+        self._threads = concurrent.futures.ThreadPoolExecutor(_NUM_THREADS, "channel-handler")
         bound = bind("127.0.0.1" if host.startswith("127.") else "0.0.0.0", 0)
+        self.endpoint = Endpoint(f"{host}:{bound.getsockname()[1]}", token)
         routes = [Route("/{method}", self._respond, methods=["POST"])]
         self._server = HttpServer(Starlette(routes=routes), "channel-server", bound)
-        self._threads = concurrent.futures.ThreadPoolExecutor(_NUM_THREADS, "channel-handler")
-        self.endpoint = Endpoint(f"{host}:{self._server.port}", token)
-        self._server.start()
 
     def close(self) -> None:
         """Stop listening; give unfinished requests a short time to end."""
@@ -104,9 +98,8 @@ class ChannelServer:
         """Return the HTTP response to an HTTP request."""
         from starlette.responses import Response
 
-        headers = request.headers
         # Checked before the body is read: a sender without the token must not fill the memory.
-        given, wanted = headers.get("authorization", ""), f"Bearer {self.endpoint.token}"
+        given, wanted = request.headers.get("authorization", ""), f"Bearer {self.endpoint.token}"
         if not hmac.compare_digest(given.encode(), wanted.encode()):
             return Response("wrong token. Start the same command on every machine", 401)
         if not self.handlers:
@@ -114,11 +107,8 @@ class ChannelServer:
         handler = self.handlers.get(request.path_params["method"])
         if handler is None:
             return Response("no such method. Install the same version on every machine", 404)
-        if int(headers.get("content-length", "0")) > MAX_REQUEST_BYTES:
-            return Response(f"a request may have {MAX_REQUEST_BYTES:,} bytes", 400)
-        body = await request.body()
+        body, loop = await request.body(), asyncio.get_running_loop()
         try:
-            loop = asyncio.get_running_loop()
             return Response(await loop.run_in_executor(self._threads, handler, body))
         except (*_STATUS,) as error:
             status = next(status for kind, status in _STATUS.items() if isinstance(error, kind))
@@ -149,27 +139,24 @@ class Channel:
 
         Raises:
             Unreachable: no response arrived; the message has the address and the cause.
-            Refused: the token is wrong, the handler raised a ValueError, or another program
-                answers.
+            Refused: the server refuses the request, or another program answers.
             Rewind, RunEnded: raised by the handler.
         """
         import urllib3
 
         endpoint = self._endpoint = self._endpoint or self._locate()
-        address, headers = endpoint.address, {"authorization": f"Bearer {endpoint.token}"}
+        url, headers = f"http://{endpoint.address}/{method}", f"Bearer {endpoint.token}"
         try:
-            response = self._pool.request(
-                "POST", f"http://{address}/{method}", body=body, headers=headers
-            )
+            response = self._pool.request("POST", url, body, headers={"authorization": headers})
         except urllib3.exceptions.HTTPError as error:
             self._endpoint, cause = None, error
             while (inner := cause.__cause__ or cause.__context__) is not None:
                 cause = inner
-            raise Unreachable(f"{address}: {type(cause).__name__}: {cause}"[:300]) from error
+            raise Unreachable(f"{url}: {type(cause).__name__}: {cause}"[:300]) from error
         if response.status == 200:
             return response.data
-        text = response.data[:500].decode(errors="replace")
         kind = _ERRORS.get(response.status, Refused)
         if kind is Unreachable:
             self._endpoint = None
-        raise kind(f"{address}: {text or f'HTTP {response.status} to {method!r}'}")
+        text = response.data[:500].decode(errors="replace")
+        raise kind(f"{url}: {text or f'HTTP {response.status}'}")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from tba_jax.devices.cluster import CONTINUE, PeerError
 from tba_jax.flow.tickets import DecodeCounts, EvaluationResult, EvaluationTicket, Result
 from tba_jax.remote.channel import Channel, Refused, Unreachable
-from tba_jax.remote.messages import Mail, Plan, Request, Response, Work, decode, encode
+from tba_jax.remote.messages import Mail, Plan, Work, decode, encode
 
 HEARTBEAT_PERIOD_S = 2.0
 """Longest time between two requests of a process that searches."""
@@ -41,13 +41,11 @@ class Client:
 
     Args:
         host: name of this process and its machine, for log lines.
-        process: number of this process in its job.
         timeout_s: seconds without a response after which the owner counts as lost.
         log: receives a line when the owner responds after a long wait.
 
     Attributes:
         on_versions: receives (newest complete policy version, versions under evaluation).
-        check: raises an error if this process has failed; called while waiting for a step.
     """
 
     def __init__(
@@ -55,7 +53,6 @@ class Client:
         channel: Channel,
         host: str,
         *,
-        process: int = 0,
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
@@ -63,9 +60,7 @@ class Client:
     ) -> None:
         self.host, self.log = host, log
         self.on_versions: Callable[[int, Sequence[int]], None] = lambda version, evaluated: None
-        self.check: Callable[[], None] = lambda: None
-        self._channel, self._process, self._timeout_s = channel, process, timeout_s
-        self._clock, self._sleep = clock, sleep
+        self._channel, self._timeout_s, self._clock, self._sleep = channel, timeout_s, clock, sleep
         self._lock = threading.Lock()
         self._place, self._number, self._boxes = "", 0, dict[int, _Box]()
         self._sent_s, self._retry_s = -math.inf, 0.0
@@ -74,10 +69,10 @@ class Client:
         """Join the owner, and forget everything of an earlier one.
 
         Raises:
-            RunEnded: the run has ended. PeerError: the owner refuses this process.
+            RunEnded: the run has ended. PeerError: the owner refuses this process, or is silent.
         """
         request = encode((tuple(searchers), self.host, identity))
-        place = decode(self._call("join", request), str)
+        place = decode(self._call("join", lambda: request), str)
         with self._lock:
             self._place, self._number, self._sent_s = place, 0, -math.inf
             self._boxes = {searcher: _Box(Mail(searcher)) for searcher in searchers}
@@ -100,25 +95,24 @@ class Client:
             box.mail = box.mail._replace(results=(*box.mail.results, *results))
 
     def beat(self, searcher: int, idle_s: float, decoded: DecodeCounts) -> None:
-        """Set the metrics for the next request."""
+        """Add metrics to the next request."""
         with self._lock:
             box = self._boxes[searcher]
-            decoded = box.mail.decoded.plus(decoded)
+            idle_s, decoded = box.mail.idle_s + idle_s, box.mail.decoded.plus(decoded)
             box.mail = box.mail._replace(idle_s=idle_s, decoded=decoded)
 
-    def exchange(self, check: Callable[[], None], wants_stop: bool = False) -> bool:
+    def exchange(self, wants_stop: Callable[[], bool]) -> bool:
         """Send what the searchers have left, if a request is due; return whether it was.
 
         Args:
-            check: raises an error if a searcher has failed; called while the owner is silent.
-            wants_stop: whether this process received a stop signal.
+            wants_stop: whether this process received a stop signal; called before each attempt.
 
         Raises:
             Rewind, RunEnded: the searchers must join again, or end.
             PeerError: the owner refuses a message, or does not respond.
         """
         with self._lock:
-            boxes = [*self._boxes.values()]
+            boxes, place, number = [*self._boxes.values()], self._place, self._number
             age_s, mails = self._clock() - self._sent_s, tuple(box.mail for box in boxes)
             has_demand = age_s >= self._retry_s and any(mail.free > 0 for mail in mails)
             is_due = has_demand or any(mail.results for mail in mails)
@@ -126,40 +120,37 @@ class Client:
                 return False
             for box in boxes:
                 box.is_waiting = box.mail.free >= 0
-                box.mail = Mail(box.mail.searcher, idle_s=box.mail.idle_s)
-        request = Request(self._place, self._number, wants_stop, mails)
-        response = decode(self._call("search", encode(request), check), Response)
+                box.mail = Mail(box.mail.searcher)
+        data = self._call("search", lambda: encode((place, number, wants_stop(), mails)))
+        version, evaluated, retry_s, works = decode(data, tuple)
         with self._lock:
-            self._number, self._sent_s = self._number + 1, self._clock()
-            self._retry_s = response.retry_s
-            for box, work in zip(boxes, response.work, strict=True):
+            self._number, self._sent_s, self._retry_s = number + 1, self._clock(), retry_s
+            for box, work in zip(boxes, works, strict=True):
                 box.work, box.is_waiting = [*box.work, *work], False
-        if response.version >= 0:
-            self.on_versions(response.version, response.evaluated)
+        if version >= 0:
+            self.on_versions(version, evaluated)
         return True
 
     def step(self, step: int, wants_stop: Callable[[], bool]) -> Plan:
-        """Return the owner's plan of a step, as soon as there is one.
+        """Return the owner's plan of a step, as soon as there is one; `wants_stop` may raise.
 
         Raises:
             PeerError: the owner refuses this process, or does not respond.
         """
         data = b""
         while not data:  # an empty response: the step is not decided yet
-            request = encode((self._process, step, wants_stop()))
-            data = self._call("step", request, self.check)
+            data = self._call("step", lambda: encode((step, wants_stop())))
         return decode(data, Plan)
 
-    def _call(self, method: str, body: bytes, check: Callable[[], None] = lambda: None) -> bytes:
+    def _call(self, method: str, body: Callable[[], bytes]) -> bytes:
         """Repeat a request until it is answered."""
         start_s = self._clock()
         while True:
-            check()
             try:
-                answer = self._channel.call(method, body)
+                answer = self._channel.call(method, body())
                 break
             except Refused as error:
-                raise PeerError(f"{self.host} is refused by the trainer at {error}") from error
+                raise PeerError(f"the trainer refuses {self.host}: {error}") from error
             except Unreachable as error:
                 silent_s = self._clock() - start_s
                 if silent_s > self._timeout_s:

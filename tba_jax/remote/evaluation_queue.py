@@ -61,17 +61,13 @@ class EvaluationQueue:
                 return
             self._shards[version].append(shard)
         with self._merging:
-            while (complete := self._complete()) is not None:
+            while (complete := next(iter(self.versions), None)) is not None:
+                if self._missing[complete]:
+                    break
                 evaluation = self._evaluator.merge(self._shards[complete])  # may take seconds
                 with self._lock:
                     self._finished.append((complete, evaluation))
                     del self._missing[complete], self._shards[complete]
-
-    def _complete(self) -> int | None:
-        """Return the version that was requested first, if it has all of its shards."""
-        with self._lock:
-            version, missing = next(iter(self._missing.items()), (None, None))
-            return None if missing else version
 
     def lose(self, searcher: int) -> None:
         """Let another searcher work on the shard of this one."""
@@ -95,11 +91,3 @@ class EvaluationQueue:
         with self._lock:
             found, self._finished = self._finished, []
             return found
-
-    def forget_unbegun(self) -> None:
-        """Cancel the evaluations of which no shard has been taken."""
-        with self._lock:
-            begun = {version for version, _ in self._taken.values()}
-            for version in [v for v, shards in self._shards.items() if not shards]:
-                if version not in begun:
-                    del self._missing[version], self._shards[version]

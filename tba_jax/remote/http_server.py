@@ -17,10 +17,7 @@ _STOP_S = 10.0
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at an address.
-
-    Args:
-        port: port; 0: any free port.
+    """Return a socket that listens at an address; port 0: any free port.
 
     Raises:
         OSError: the port is in use, not permitted, or no port number.
@@ -33,13 +30,10 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class HttpServer:
-    """HTTP server of one application; accepts requests after `start`.
+    """HTTP server of one application at a socket of `bind`; it accepts requests.
 
-    Args:
-        bound: result of `bind`; the server closes this socket.
-
-    Attributes:
-        port: the port that the server listens on.
+    Raises:
+        TimeoutError: the server did not start in time.
     """
 
     def __init__(self, application: Application, name: str, bound: socket.socket) -> None:
@@ -60,19 +54,12 @@ class HttpServer:
         )
         run = functools.partial(self._server.run, sockets=[bound])
         self._thread = threading.Thread(target=run, name=name, daemon=True)
-
-    def start(self) -> None:
-        """Start the thread that accepts requests.
-
-        Raises:
-            TimeoutError: the server did not start in time.
-        """
         self._thread.start()
         deadline = time.monotonic() + _START_S
         while not self._server.started:
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"the {self._thread.name} did not start within {_START_S:.0f} s: the machine "
+                    f"the {name} did not start within {_START_S:.0f} s: the machine "
                     "is overloaded. Run the same command again"
                 )
             time.sleep(0.01)
@@ -80,6 +67,5 @@ class HttpServer:
     def close(self) -> None:
         """Stop listening; give unfinished requests a short time to end."""
         self._server.should_exit = True
-        if self._thread.is_alive():
-            self._thread.join(_STOP_S)
+        self._thread.join(_STOP_S)
         self._socket.close()

@@ -29,13 +29,9 @@ Work = Sequence[Ticket] | Sequence[EvaluationTicket]
 
 
 class Mail(NamedTuple):
-    """Results, demand and metrics of one searcher.
+    """Results, demand and metrics of one searcher: arguments of the methods of `Owner`.
 
-    Attributes:
-        free: maximum number of tickets in the response; -1: no work.
-        version: version of the searcher's weights; -1: it has none.
-        idle_s: seconds without work since the process joined.
-        decoded: counts of the decode session since the last request.
+    `free` is -1 if the searcher wants no work.
     """
 
     searcher: int
@@ -46,53 +42,17 @@ class Mail(NamedTuple):
     results: tuple[Result | EvaluationResult, ...] = ()
 
 
-class Request(NamedTuple):
-    """Mail of the searchers of a process.
-
-    Attributes:
-        place: name of the owner and of the join of this process.
-        number: counts the requests of a place; a repeated one gets the same response.
-        wants_stop: whether the process received a stop signal.
-    """
-
-    place: str
-    number: int
-    wants_stop: bool
-    mails: tuple[Mail, ...]
-
-
-class Response(NamedTuple):
-    """Work for the searchers of a process.
-
-    Attributes:
-        version: newest complete policy version; -1: there is none.
-        evaluated: versions under evaluation.
-        retry_s: seconds after which searchers without work may ask again.
-        work: for each mail of the request.
-    """
-
-    version: int
-    evaluated: tuple[int, ...]
-    retry_s: float
-    work: tuple[Work, ...]
-
-
 class Plan(NamedTuple):
     """Decision on one step, the same for every trainer process.
 
     Attributes:
         stop: whether the run ends before this step.
-        sync: whether to merge, and publish if `publish` is set, after this step.
-        save: whether to write a checkpoint after this step.
-        publish: whether a sync publishes. While a process still writes the last version, this is
-            False unless every version is needed.
+        publish: whether to publish after this step, if a publication is due.
         batch: batch to train on; None if the run ends, or if there is none yet.
         draws: draws in the batch; empty in processes that did not draw the batch.
     """
 
     stop: bool = False
-    sync: bool = False
-    save: bool = False
     publish: bool = True
     batch: Batch | None = None
     draws: Sequence[Draw] = ()
@@ -107,7 +67,7 @@ _KINDS: dict[str, Any] = {
     for kind in (
         *(Prompt, Trajectory, Group, Ticket, Report, Result),
         *(EvaluationTicket, EvaluationShard, EvaluationResult, DecodeCounts),
-        *(Mail, Request, Response, Plan, Batch),
+        *(Mail, Plan, Batch),
     )
 }
 _MAKERS = {**_KINDS, "array": _array, "int": int, "tuple": lambda *values: values}

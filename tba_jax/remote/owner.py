@@ -2,15 +2,14 @@
 """Owner: tickets, evaluations and steps of a run, in the process that has the replay buffer.
 
 Four methods: `take` tickets, `put` results, `beat`, and `step` for a plan with its batch. Searchers
-of this process hold the object; every other process holds a `Client` with the same methods. A
-searcher that exceeds the heartbeat timeout is lost: its open tickets are issued again, with the
-same prompt and random key. The first result of a ticket counts; later ones are duplicates.
-
-Which tickets may begin: with driver=sync, as many as the trainer allows, with its newest version;
-with driver=async, those whose responses can still be drawn within `replay.max_staleness`.
+and trainer of this process hold the object; every other process holds a `Client` with the same
+methods. Open tickets of a lost process are issued again, with the same prompt and random key. The
+first result of a ticket counts. With driver=sync, as many tickets begin as the trainer allows; with
+driver=async, those whose responses can still be drawn within `replay.max_staleness`.
 
 Invariants: each ticket is merged once. A restored owner issues the tickets again that were open,
-for any number of searchers (tests/remote/test_owner.py).
+for any number of searchers. Every process receives the same bytes for a step
+(tests/remote/test_owner.py, tests/remote/test_steps.py).
 """
 
 import dataclasses
@@ -24,6 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tba_jax.flow.layout import RowLayout
 from tba_jax.flow.state import PartState
 from tba_jax.flow.tickets import (
     DecodeCounts,
@@ -36,16 +36,17 @@ from tba_jax.flow.tickets import (
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.remote.channel import HEARTBEAT_S, Handler, Rewind, RunEnded
 from tba_jax.remote.evaluation_queue import EvaluationQueue
-from tba_jax.remote.messages import Plan, Request, Response, Work, decode, encode
-from tba_jax.remote.steps import Steps
+from tba_jax.remote.messages import Mail, Plan, Work, decode, encode
 from tba_jax.replay.buffer import ReplayBuffer
 
 # Size of the results that are not merged yet, above which no ticket begins.
 _MOST_BYTES = 64 * 2**20
-# Maximum rate of requests from all searchers without work, in requests per second; a single process
-# waits at least _RETRY_S seconds between two requests.
-_MAX_REQUESTS_PER_S = 400.0
-_RETRY_S = 0.02
+_MAX_REQUESTS_PER_S = 400.0  # from all processes without work
+_RETRY_S = 0.02  # shortest time between two requests of one of them
+_LONG_POLL_S = 1.0  # longest wait of a request for a step; the client then repeats it
+# Plans that are kept: the owner decides step n + 1 after it has read the results of step n - 1, to
+# which every process has contributed.
+_NUM_KEPT = 3
 # Attributes of an owner that a checkpoint has.
 _COUNTERS = (
     *("_next", "_num_begun", "num_given", "_num_generated", "_num_lost", "num_skipped"),
@@ -58,8 +59,8 @@ class OwnerSettings(NamedTuple):
 
     Attributes:
         identity: digest of the code and ID of the run, which other processes must have.
-        num_searchers: number of searchers of the run.
         num_local: number of searchers of this process, the first ones.
+        has_other_trainers: whether other processes request the steps.
         num_prompts: p, groups in a batch.
         share: m, mean share of fresh groups in a batch.
         max_staleness: bound on staleness in steps; 0: no bound.
@@ -70,6 +71,7 @@ class OwnerSettings(NamedTuple):
     identity: str
     num_searchers: int
     num_local: int
+    has_other_trainers: bool
     num_prompts: int
     share: float
     max_staleness: int
@@ -78,16 +80,16 @@ class OwnerSettings(NamedTuple):
 
 
 @dataclasses.dataclass
-class _Searcher:
-    """A searcher; `idle_s` includes `idle_before_s` of earlier processes."""
+class _Process:
+    """Another process that runs searchers, with its last request and the response."""
 
-    host: str = ""
-    state: str = "absent"  # or connected, or lost
-    joins: int = 0
-    idle_s: float = 0.0
-    idle_before_s: float = 0.0
-    last_message_s: float = 0.0
-    place: str = ""  # of the process that runs the searcher
+    host: str
+    name: str  # of its searchers, for log lines
+    searchers: Sequence[int]
+    last_message_s: float
+    is_lost: bool = False
+    number: int = -1
+    response: bytes = b""
 
 
 class Owner:
@@ -95,17 +97,20 @@ class Owner:
 
     Args:
         prompts: number -> (number, prompt) of the first usable prompt from this number on.
-        steps: decisions on the training steps.
+        layout: layout of draws in a batch.
         given: tickets of given responses, numbered from 0; sampled tickets follow.
-        log: receives one line for each join, loss and return of a searcher.
+        is_publishing: whether the last published weights are still being written. If so, the next
+            publication is left out; None: every version is needed, and a publication waits.
+        log: receives one line for each join and loss of a process.
 
     Attributes:
         has_ended: whether the run has ended; later messages of searchers are refused.
+        wants_stop: whether another process of the run received a stop signal.
         is_sampling: whether tickets may begin; False: evaluation shards only.
         version: newest complete policy version, for searchers of other processes.
+        idle_s: seconds without work of each searcher, over all processes that ran it.
         decoded_tokens: sampled tokens of all results.
         num_skipped: number of too long prompts that were left out, with repeats.
-        num_given: number of tickets with given responses.
         num_merged: number of merged results of this process.
         remote_searchers: IDs of the searchers of other processes.
     """
@@ -116,44 +121,42 @@ class Owner:
         buffer: ReplayBuffer,
         prompts: Callable[[int], tuple[int, Prompt]],
         evaluations: EvaluationQueue,
-        steps: Steps,
+        layout: RowLayout,
         *,
         given: Sequence[Ticket] = (),
+        is_publishing: Callable[[], bool] | None = None,
         log: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.settings, self.evaluations, self.steps = settings, evaluations, steps
-        self.has_ended, self.is_sampling, self.version = False, True, -1
+        self.settings, self.evaluations = settings, evaluations
+        self.has_ended, self.wants_stop, self.is_sampling, self.version = False, False, True, -1
         self.decoded_tokens = self.num_skipped = self.num_merged = 0
         self.remote_searchers = range(settings.num_local, settings.num_searchers)
-        self._buffer, self._prompts = buffer, prompts
+        self._buffer, self._prompts, self._layout = buffer, prompts, layout
+        self._is_publishing, self._decided = is_publishing, threading.Condition()
+        self._plans: dict[int, bytes] = {}  # of the newest steps, for other trainer processes
         self._given, self.num_given = tuple(given), len(given)
-        self._clock, self._log = clock, log
-        self._lock = threading.RLock()
-        self._searchers = [_Searcher() for _ in range(settings.num_searchers)]
-        self._epoch, self._num_joins = uuid.uuid4().hex, 0
-        self._answers: dict[str, tuple[int, bytes]] = {}  # place -> last request and its response
-        self._stop_signals = False  # whether a process that only searches received one
+        self._clock, self._log, self._lock = clock, log, threading.RLock()
+        self._num_joins = self._num_searchers_lost = 0
+        self._processes: dict[str, _Process] = {}  # those that run searchers, by place
+        self.idle_s = [0.0] * settings.num_searchers
         self._next = 0  # number of the next new ticket
         self._again: list[int] = []  # heap of numbers that were lost
         self._open: dict[int, int] = {}  # number of a ticket -> searcher
         self._results: dict[int, Result] = {}  # not merged yet, by number
-        self._num_bytes = self._num_generated = self._num_lost = 0
-        self._num_begun = 0  # sampled tickets
+        self._num_bytes = self._num_generated = self._num_lost = self._num_duplicates = 0
+        self._num_begun = 0
         self._allowed: tuple[int, int] | None = None  # tickets and version, with driver=sync
         self._most_each = 0  # open tickets of a searcher, with driver=sync
         self._step = self._num_fresh = 0
         self._decoded = DecodeCounts()
-        self._num_searchers_lost = self._num_duplicates = 0
 
     # The four methods.
 
     def take(self, searcher: int, free: int, version: int) -> Work:
-        """Return an evaluation shard for a searcher, or tickets to begin.
+        """Return an evaluation shard for a searcher, or at most `free` tickets to begin.
 
-        Args:
-            free: maximum number of tickets.
-            version: version of the searcher's weights; -1: it has none.
+        `version` is that of the searcher's weights; -1: it has none.
         """
         if (shard := self.evaluations.take(searcher)) is not None:
             return [shard]
@@ -175,38 +178,56 @@ class Owner:
         finished = [each for each in results if isinstance(each, Result)]
         for result in finished:
             check_result(result)
+            if result.number >= self._next:
+                raise ValueError(f"ticket {result.number} was not issued; take tickets first")
         with self._lock:
             for result in finished:
-                if result.number >= self._next:
-                    raise ValueError(f"ticket {result.number} was not issued; take tickets first")
-            for result in finished:
-                self._accept(searcher, result)
+                self._accept(result)
         for each in results:
             if isinstance(each, EvaluationResult):
                 self.evaluations.put(searcher, each)
 
     def beat(self, searcher: int, idle_s: float, decoded: DecodeCounts) -> None:
-        """Record metrics of a searcher; a searcher that counted as lost is back.
-
-        Args:
-            idle_s: seconds without work since its process joined.
-            decoded: counts of the decode session since the last call.
-        """
+        """Add seconds without work, and counts of the decode session, since the last call."""
         with self._lock:
-            record, now = self._searchers[searcher], self._clock()
-            record.idle_s = record.idle_before_s + idle_s
+            self.idle_s[searcher] += idle_s
             self._decoded = self._decoded.plus(decoded)
-            if searcher in self.remote_searchers:
-                if record.state == "lost":
-                    silent_s = now - record.last_message_s
-                    self._log(
-                        f"searcher {searcher} on {record.host} is back after {silent_s:.0f} s"
-                    )
-                record.last_message_s, record.state = now, "connected"
 
     def step(self, step: int, wants_stop: Callable[[], bool]) -> Plan:
-        """Return plan and batch of a step; see `Steps.decide`."""
-        return self.steps.decide(step, lambda: wants_stop() or self.wants_stop)
+        """Return plan and batch after `step` completed steps; all processes get it.
+
+        A plan to wait for data, without batch and stop, is not sent.
+        """
+        plan = Plan(stop=True)
+        if not (wants_stop() or self.wants_stop):
+            draws = self._buffer.draw(self._layout.num_prompts, self._layout.group_size, step)
+            if draws is None:
+                return Plan()
+            publish = self._is_publishing is None or not self._is_publishing()
+            plan = Plan(publish=publish, batch=self._layout.batch(draws, step), draws=draws)
+        if self.settings.has_other_trainers:
+            sent = encode(plan._replace(draws=()))
+            with self._decided:
+                self._plans[step] = sent
+                self._plans.pop(step - _NUM_KEPT, None)
+                self._decided.notify_all()
+        return plan
+
+    def answer_step(self, step: int, wants_stop: bool) -> bytes:
+        """Wait a second for the plan of a step, for another process; b"": not decided yet.
+
+        Raises:
+            ValueError: the step is over.
+        """
+        self.wants_stop = self.wants_stop or wants_stop
+        with self._decided:
+            self._decided.wait_for(lambda: max(self._plans, default=-1) >= step, _LONG_POLL_S)
+            if step < min(self._plans, default=0):
+                raise ValueError(
+                    f"it requests step {step}, and step {max(self._plans)} is decided. Stop all "
+                    "processes, and start each with the same command"
+                )
+            return self._plans.get(step, b"")
 
     # Tickets.
 
@@ -215,27 +236,22 @@ class Owner:
 
     def _begin(self, version: int) -> Ticket | None:
         """Return the next ticket; None if none may begin with weights of this version."""
-        number, is_new = self._again[0] if self._again else self._next, not self._again
-        is_given = number < self.num_given
-        if not self.is_sampling or version < 0:
+        is_new = not self._again
+        if not self.is_sampling or version < 0 or not self._admits(version, is_new):
             return None
-        if not is_given and not self._admits(version, is_new):
-            return None
-        if is_given:
+        number = self._next if is_new else heapq.heappop(self._again)
+        if number < self.num_given:
             ticket = self._given[number]
         else:
             found, prompt = self._prompts(number)
             self.num_skipped += found - number
-            number, ticket = found, Ticket(found, prompt)
-        if not is_new:
-            heapq.heappop(self._again)
-            return ticket
-        self._next = number + 1
-        self._num_begun += not is_given
+            ticket = Ticket(found, prompt)
+        if is_new:
+            self._next, self._num_begun = ticket.number + 1, self._num_begun + 1
         return ticket
 
     def _admits(self, version: int, is_new: bool) -> bool:
-        """Return whether a ticket of sampled responses may begin with weights of this version.
+        """Return whether a ticket may begin with weights of this version.
 
         The trainer uses groups in the order of their versions, m p fresh groups per step. So a
         ticket of version v begins at step t only while fewer than (v + bound + 1 - t) m p groups
@@ -260,12 +276,12 @@ class Owner:
         limit = max(least, math.floor(settings.share * settings.num_prompts * steps))
         return self.num_under_way < limit
 
-    def _accept(self, searcher: int, result: Result) -> None:
+    def _accept(self, result: Result) -> None:
         number = result.number
         if number in self._again:  # its searcher was only slow
             self._again.remove(number)
             heapq.heapify(self._again)
-            self._count_lost(number, -1)
+            self._num_lost -= self.settings.samples_per_prompt
         elif self._open.pop(number, None) is None:
             self._num_duplicates += 1
             return
@@ -277,9 +293,7 @@ class Owner:
     def merge(self, step: int, most: int | None = None) -> list[Report]:
         """Move results into the buffer, in the order of their numbers, and check the ledger.
 
-        Args:
-            step: number of completed training steps.
-            most: maximum number of results, for an exact lag; None: all.
+        At `step` completed training steps; `most` is the limit of results for an exact lag.
         """
         with self._lock:
             numbers = sorted(self._results)[:most]
@@ -304,36 +318,26 @@ class Owner:
             self._step, self._num_fresh = step, num_fresh
 
     def allow(self, total: int, version: int) -> None:
-        """Let searchers begin sampled tickets with this version only (driver=sync).
-
-        Args:
-            total: number of sampled tickets that may begin, from the beginning of the run.
-        """
+        """Let `total` tickets of the run begin, with this version (driver=sync)."""
         with self._lock:
             self._allowed = total, version
-            left = total - self._num_begun + len(self._again) + self.num_given_left
-            self._most_each = max(1, -(-left // len(self._searchers)))
+            left = total - self._num_begun + len(self._again)
+            self._most_each = max(1, -(-left // self.settings.num_searchers))
 
     @property
     def is_done(self) -> bool:
-        """Whether all allowed and all given tickets have results (driver=sync)."""
+        """Whether all allowed tickets have results (driver=sync)."""
         with self._lock:
             has_left = self._allowed is not None and self._num_begun < self._allowed[0]
-            return not (has_left or self._again or self._open or self.num_given_left)
-
-    @property
-    def num_given_left(self) -> int:
-        """Number of tickets with given responses that have no result yet."""
-        with self._lock:
-            begun = sum(n < self.num_given for n in (*self._again, *self._open))
-            return max(0, self.num_given - self._next) + begun
+            return not (has_left or self._again or self._open)
 
     @property
     def is_filled(self) -> bool:
-        """Whether the responses that the first step needs have results."""
-        num_given = sum(len(each.responses) for each in self._given)
-        num_sampled = self._num_generated - num_given
-        return num_sampled >= self.settings.initial_fill and not self.num_given_left
+        """Whether the responses that the first step needs, all given ones too, have results."""
+        wanted = self.settings.initial_fill + sum(len(each.responses) for each in self._given)
+        with self._lock:
+            left = min(self._next, *self._again, *self._open, self.num_given)
+            return self._num_generated >= wanted and left == self.num_given
 
     @property
     def num_under_way(self) -> int:
@@ -353,19 +357,15 @@ class Owner:
         """Return the calls of other processes, by the name of their channel method."""
         return {
             "join": lambda data: encode(self.join(*decode(data, tuple))),
-            "search": lambda data: self.answer(decode(data, Request)),
-            "step": lambda data: self.steps.request(*decode(data, tuple)),
+            "search": lambda data: self.answer(*decode(data, tuple)),
+            "step": lambda data: self.answer_step(*decode(data, tuple)),
         }
 
     def join(self, searchers: Sequence[int], host: str, identity: str) -> str:
-        """Return the place of a process for its requests, and let it run searchers.
+        """Let a process run searchers, and return its place, a name for its requests.
 
-        Open tickets of the previous processes of these searchers are lost.
-
-        Args:
-            searchers: IDs; (): the process only waits for the end of the run.
-            host: name of the process and its machine, for log lines.
-            identity: digest of the code and ID of the run in that process.
+        Previous processes of the searchers are lost. Without searchers, a process only waits for
+        the end of the run. `host` names it in log lines; `identity` is as in `OwnerSettings`.
 
         Raises:
             RunEnded: the run has ended. ValueError: the process has other code.
@@ -373,127 +373,110 @@ class Owner:
         with self._lock:
             if self.has_ended:
                 raise RunEnded("the run has ended")
-            if searchers and identity != self.settings.identity:
+            if not searchers:
+                return ""
+            if identity != self.settings.identity:
                 raise ValueError(
                     f"its code and run are {identity}, wanted {self.settings.identity}. Start the "
                     "same command, with the same version of tba_jax, on every machine"
                 )
+            for place, process in [*self._processes.items()]:
+                if {*process.searchers} & {*searchers}:
+                    self._lose(process)
+                    del self._processes[place]
             self._num_joins += 1
-            place = f"{self._epoch}/{self._num_joins}"
-            for searcher in searchers:
-                self.lose(searcher)
-                record = self._searchers[searcher]
-                self._answers.pop(record.place, None)
-                record.host, record.state, record.place = host, "connected", place
-                record.last_message_s, record.idle_before_s = self._clock(), record.idle_s
-                record.joins += 1
-                verb = "joined again" if record.joins > 1 else "joined"
-                self._log(f"searcher {searcher} on {host} {verb}")
+            name = f"searchers {searchers[0]} to {searchers[-1]} on {host}"
+            place, process = uuid.uuid4().hex, _Process(host, name, searchers, self._clock())
+            self._processes[place] = process
+            self._log(f"{process.name} joined")
             return place
 
-    def answer(self, request: Request) -> bytes:
-        """Respond to the searchers of another process: `put`, `beat` and `take` in one message.
+    def answer(self, place: str, number: int, wants_stop: bool, mails: Sequence[Mail]) -> bytes:
+        """Respond to the searchers of a process: `put`, `beat` and `take` in one message.
+
+        `number` counts the requests of a place; a repeated request gets the same response.
+
+        Returns:
+            As bytes: newest version (-1: none), versions under evaluation, seconds after which
+            searchers without work may ask again, and work for each mail.
 
         Raises:
-            RunEnded: the run has ended. Rewind: the process joined an earlier owner.
-            ValueError: a result is invalid, or another process runs a searcher now.
+            RunEnded: the run has ended. Rewind: the process must join again.
+            ValueError: a result is invalid.
         """
-        place = request.place
-
-        def is_new() -> bool:  # else the response was lost on the way: send it again
-            return self._answers.get(place, (-1, b""))[0] < request.number
-
         if self.has_ended:
             raise RunEnded("the run has ended")
-        if not place.startswith(self._epoch):
+        if (process := self._processes.get(place)) is None:
             raise Rewind(
-                "the trainer was restored from a checkpoint; responses that the checkpoint does "
-                "not hold are sampled again"
+                "the trainer was restored from a checkpoint, or another process ran the searchers; "
+                "lost responses are sampled again"
             )
-        for mail in request.mails:
-            if (record := self._searchers[mail.searcher]).place != place:
-                raise ValueError(
-                    f"another process, on {record.host}, runs searcher {mail.searcher} now"
-                )
-        for mail in request.mails if is_new() else ():
+        for mail in mails if number > process.number else ():
             self.put(mail.searcher, mail.results)  # may take seconds; twice is harmless
         with self._lock:
-            if is_new():
-                self._stop_signals = self._stop_signals or request.wants_stop
-                for mail in request.mails:
+            if number > process.number:  # else the response was lost on the way
+                process.last_message_s, process.is_lost = self._clock(), False
+                self.wants_stop = self.wants_stop or wants_stop
+                work: list[Work] = []
+                for mail in mails:
                     self.beat(mail.searcher, mail.idle_s, mail.decoded)
-                work = tuple(
-                    self.take(mail.searcher, mail.free, mail.version) if mail.free >= 0 else []
-                    for mail in request.mails
-                )
-                retry_s = max(_RETRY_S, len(self._answers) / _MAX_REQUESTS_PER_S)
-                response = Response(self.version, self.evaluations.versions, retry_s, work)
-                self._answers[place] = request.number, encode(response)
-            return self._answers[place][1]
+                    has_demand = mail.free >= 0
+                    taken = self.take(mail.searcher, mail.free, mail.version) if has_demand else []
+                    work.append(taken)
+                retry_s = max(_RETRY_S, len(self._processes) / _MAX_REQUESTS_PER_S)
+                response = self.version, self.evaluations.versions, retry_s, work
+                process.number, process.response = number, encode(response)
+            return process.response
 
     def lose_silent(self) -> bool:
-        """Count searchers over the heartbeat timeout as lost; return whether any was lost."""
+        """Count processes over the heartbeat timeout as lost; return whether any was lost."""
         with self._lock:
-            now, found = self._clock(), False
-            for searcher in self.remote_searchers:
-                record = self._searchers[searcher]
-                silent_s = now - record.last_message_s
-                if record.state == "connected" and silent_s > HEARTBEAT_S:
-                    self._log(
-                        f"searcher {searcher} on {record.host} is lost: no message for "
-                        f"{silent_s:.0f} s. Its {len(self._open_of(searcher))} open tickets are "
-                        "issued again"
-                    )
-                    self.lose(searcher)
-                    found = True
-            return found
+            now = self._clock()
+            silent = [p for p in self._connected() if now - p.last_message_s > HEARTBEAT_S]
+            for process in silent:
+                silent_s = now - process.last_message_s
+                self._log(
+                    f"{process.name}: no message for {silent_s:.0f} s; their tickets begin again"
+                )
+                self._lose(process)
+            return bool(silent)
 
-    def lose(self, searcher: int) -> None:
-        """Issue the open tickets of a searcher again; its process has ended or is silent."""
-        record = self._searchers[searcher]
-        if record.state != "connected":
+    def _connected(self) -> list[_Process]:
+        return [process for process in self._processes.values() if not process.is_lost]
+
+    def _lose(self, process: _Process) -> None:
+        """Issue the open tickets of a process again; it has ended or is silent."""
+        if process.is_lost:
             return
-        record.state = "lost"
-        self._num_searchers_lost += 1
-        for number in self._open_of(searcher):
-            del self._open[number]
-            heapq.heappush(self._again, number)
-            self._count_lost(number, 1)
-        self.evaluations.lose(searcher)
-
-    def _count_lost(self, number: int, count: int) -> None:
-        if number >= self.num_given:
-            self._num_lost += count * self.settings.samples_per_prompt
-
-    @property
-    def wants_stop(self) -> bool:
-        """Whether another process of the run received a stop signal."""
-        return self._stop_signals or (self.steps.wants_stop)
+        process.is_lost = True
+        for searcher in process.searchers:
+            self._num_searchers_lost += 1
+            for number in self._open_of(searcher):
+                del self._open[number]
+                heapq.heappush(self._again, number)
+                self._num_lost += self.settings.samples_per_prompt
+            self.evaluations.lose(searcher)
 
     @property
     def absent(self) -> list[int]:
         """IDs of the searchers of other processes that no process runs."""
-        return [i for i in self.remote_searchers if self._searchers[i].state != "connected"]
+        with self._lock:
+            running = {searcher for each in self._connected() for searcher in each.searchers}
+            return [searcher for searcher in self.remote_searchers if searcher not in running]
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the searchers of other processes by name."""
         with self._lock:
-            connected = [each for each in self._searchers if each.state == "connected"]
             counts = {
-                "hosts": len({each.host for each in connected}),
-                "searchers": len(connected),
+                "hosts": len({each.host for each in self._connected()}),
+                "searchers": len(self.remote_searchers) - len(self.absent),
                 "slots": len(self.remote_searchers),
-                "joins": sum(each.joins for each in self._searchers),
+                "joins": self._num_joins,
                 "searchers_lost": self._num_searchers_lost,
                 "lost": self._num_lost // self.settings.samples_per_prompt,
                 "duplicates": self._num_duplicates,
             }
         return {f"fleet/{name}": float(count) for name, count in counts.items()}
-
-    @property
-    def idle_s(self) -> list[float]:
-        """Seconds without work of each searcher."""
-        return [each.idle_s for each in self._searchers]
 
     def take_decode_counts(self) -> DecodeCounts:
         """Return the decode counts of all searchers since the last call."""
@@ -508,7 +491,7 @@ class Owner:
         with self._lock:
             results = tuple(self._results[number] for number in sorted(self._results))
             meta = {name: getattr(self, name) for name in _COUNTERS}
-            meta |= {"open": sorted([*self._open, *self._again]), "idle_s": self.idle_s}
+            meta |= {"open": sorted([*self._open, *self._again]), "idle_s": self.idle_s[:]}
         return PartState({"results": np.frombuffer(encode(results), np.uint8)}, meta)
 
     def restore(self, state: PartState) -> None:
@@ -520,5 +503,5 @@ class Owner:
             self._again, self._open = list(state.meta["open"]), {}
             for name in _COUNTERS:
                 setattr(self, name, state.meta[name])
-            for record, idle_s in zip(self._searchers, state.meta["idle_s"], strict=False):
-                record.idle_s = record.idle_before_s = idle_s
+            for searcher, idle_s in enumerate(state.meta["idle_s"][: len(self.idle_s)]):
+                self.idle_s[searcher] = idle_s

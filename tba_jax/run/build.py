@@ -25,7 +25,6 @@ from tba_jax.remote.channel import ChannelServer
 from tba_jax.remote.client import Client
 from tba_jax.remote.evaluation_queue import EvaluationQueue
 from tba_jax.remote.owner import Owner, OwnerSettings
-from tba_jax.remote.steps import Steps
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.report.progress import ProgressDisplay
 from tba_jax.run import model_parts, task_parts
@@ -228,26 +227,25 @@ def _make_owner(
         given = load_start_tickets(given_path, reader, shared.tokenizer, config.search)
         num_given = sum(len(ticket.responses) for ticket in given)
         note(f"{num_given:,} given responses come first, in {len(given):,} groups")
-    steps = Steps(
-        buffer,
-        model_parts.make_layout(config, shared.tokenizer, sites.trainer.mesh),
-        num_steps=config.num_steps,
-        sync_period=config.sync_period,
-        checkpoint_period=config.checkpoint.period,
-        # Without newer weights a bound would admit no tickets, and no step would follow.
-        is_publishing=None if config.replay.max_staleness else lambda: weights.is_publishing,
-        processes=shared.cluster.members[1:],
-        timeout_s=config.log.watchdog_s,
-    )
     settings = OwnerSettings(
         identity=shared.identity,
         num_searchers=sites.num_searchers,
         num_local=len(sites.searchers),
+        has_other_trainers=shared.cluster.num_processes > 1,
         num_prompts=config.batch.num_prompts,
         share=config.replay.recency_prob,
         max_staleness=config.replay.max_staleness if config.driver == "async" else 0,
         initial_fill=config.search.initial_fill,
         samples_per_prompt=config.search.samples_per_prompt,
     )
-    prompts = Prompts(reader, config.seed).from_number
-    return Owner(settings, buffer, prompts, evaluations, steps, given=given, log=note)
+    return Owner(
+        settings,
+        buffer,
+        Prompts(reader, config.seed).from_number,
+        evaluations,
+        model_parts.make_layout(config, shared.tokenizer, sites.trainer.mesh),
+        given=given,
+        # Without newer weights a bound would admit no tickets, and no step would follow.
+        is_publishing=None if config.replay.max_staleness else lambda: weights.is_publishing,
+        log=note,
+    )

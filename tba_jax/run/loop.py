@@ -60,18 +60,18 @@ def train(run: Run, interrupted: Callable[[], bool]) -> None:
     loop = (Loop if run.owner is None else OwnerLoop)(run, interrupted)
     workers: list[Worker] = []
     try:
-        loop.open()
         workers = [worker.start() for worker in loop.workers()]
         loop.train()
         # Save before the final evaluation, which may take long or fail.
         run.save()
         if run.trainer.step_index >= run.config.num_steps:
             loop.evaluate_last()
-        loop.close(has_failed=False)
+        loop.close()
     except BaseException:
         # Stop all workers first, so that no later failure hides the first failure.
         loop.stop.set()
-        loop.close(has_failed=True)
+        if run.server is not None:  # the run may continue in another process
+            run.server.handlers = {}
         run.shared.rewards.close()  # ends a `score` call that waits for a reward
         raise
     finally:
@@ -81,43 +81,46 @@ def train(run: Run, interrupted: Callable[[], bool]) -> None:
 
 
 class Loop:
-    """The loop of a trainer process that does not own the replay buffer; the base of the others.
+    """The loop of a trainer process that does not own the replay buffer; the base of the other.
 
     Attributes:
         stop: stop flag of the workers of this process.
-        plan: plan of the last step.
     """
 
     def __init__(self, run: Run, interrupted: Callable[[], bool]) -> None:
-        self.run, self.stop, self.plan = run, StopFlag(), Plan()
-        self._is_sync, self._interrupted = run.config.driver == "sync", interrupted
-        self._newest_eval = run.evaluated.last_eval_step
+        self.run, self.stop = run, StopFlag()
+        self._plan, self._interrupted = Plan(), interrupted
+        self._is_sync, self._newest_eval = run.config.driver == "sync", run.evaluated.last_eval_step
         self._ended = StopFlag()  # set when the owner reports the end of the run
+
+    def check(self) -> None:
+        """Raise the failure of a worker, or of a request of another process."""
+        self.stop.check()
+        if self.run.server is not None:
+            self.run.server.failure.check()
 
     def wants_stop(self) -> bool:
         """Return whether this process, or a process that reports to it, received a stop signal."""
+        self.check()  # called while this process waits for a plan
         return self._interrupted()
-
-    def open(self) -> None:
-        """Prepare the workers."""
-        if self.run.client is not None:
-            self.run.client.check = self.stop.check
 
     def workers(self) -> list[Worker]:
         """Return the workers: the searchers of this process, else the delivery of weights."""
         if self.run.parts:
             return [Worker("search-process", self._search, self.stop)]
-        if self._is_sync:
-            return []
-        return [Worker("weight-poller", lambda: self.run.weights.poll(DELIVERY_S), self.stop)]
+        return [] if self._is_sync else [Worker("weight-poller", self._deliver_next, self.stop)]
+
+    def _deliver_next(self) -> bool:
+        return self.run.weights.poll(DELIVERY_S)
 
     def _search(self) -> bool:
         """Search until the owner reports the end of the run."""
         run = self.run
         assert run.client and isinstance(run.weights, Weights), "a pod searches in memory"
-        client, stop, wants_stop = run.client, self._ended, self.wants_stop
         search(
-            run.shared.identity, run.parts, run.weights, client, stop=stop, wants_stop=wants_stop
+            *(run.shared.identity, run.parts, run.weights, run.client),
+            stop=self._ended,
+            wants_stop=self.wants_stop,
         )
         self._ended.set()
         while not self.stop.wait(POLL_S):  # this worker has nothing else to do
@@ -126,41 +129,44 @@ class Loop:
 
     def train(self) -> None:
         """Train until the last step or an interruption."""
-        run, trainer = self.run, self.run.trainer
+        run, trainer, config = self.run, self.run.trainer, self.run.config
         if not self._is_sync:
             trainer.publish()
         reports = self.begin()
         extra: dict[str, Any] = {}  # metrics between two steps, for the next metrics line
         extras: dict[int, dict[str, Any]] = {}  # of launched steps whose results are not read
-        self.plan = Plan(sync=self._is_sync and not trainer.step_index % run.config.sync_period)
-        while trainer.step_index < run.config.num_steps:
+        is_due = self._is_sync and not trainer.step_index % config.sync_period
+        while trainer.step_index < config.num_steps:
             self.check()
-            if self.plan.sync:
-                if self.plan.publish:
+            if is_due:
+                if self._plan.publish:
                     extra["sync/publish_s"] = trainer.publish()
                     extra["sync/version"] = trainer.step_index
                 reports += self.sync(trainer.step_index)
                 extra["sync/deliver_s"] = run.weights.delivery_s
+                is_due = False
             if not trainer.step(self._decide):
-                if self.plan.stop:
+                if self._plan.stop:
                     break
                 reports += self.no_batch()
                 continue
-            extras[trainer.step_index] = extra | self.stepped() | summarise(reports)
+            step = trainer.step_index
+            is_due = not step % config.sync_period
+            is_saved = bool(config.checkpoint.period) and not step % config.checkpoint.period
+            extras[step] = extra | self.stepped() | summarise(reports)
             extra, reports = {}, []
             # The results of an asynchronous step are read after the next step was launched.
-            is_read_late = not self._is_sync and not self.plan.save
+            is_read_late = not self._is_sync and not is_saved
             self._log(trainer.finished(pending=int(is_read_late)), extras)
-            if self.plan.save:
+            if is_saved:
                 run.save()
         self._log(trainer.finished(), extras)
 
     def _decide(self) -> tuple[Batch | None, Sequence[Draw]]:
-        run = self.run
-        source = run.owner or run.client
+        source = self.run.owner or self.run.client
         assert source is not None, "every process has an owner or a client"
-        self.plan = source.step(run.trainer.step_index, self.wants_stop)
-        return self.plan.batch, self.plan.draws
+        self._plan = source.step(self.run.trainer.step_index, self.wants_stop)
+        return self._plan.batch, self._plan.draws
 
     def _log(self, finished: Sequence[Finished], extras: dict[int, dict[str, Any]]) -> None:
         """Log steps whose results have arrived; their metrics leave `extras`."""
@@ -173,8 +179,6 @@ class Loop:
             for line in run.advice.lines(run.config, step, {**values, **extra}, times):
                 run.logs.progress.note(line)
             values = values | run.callbacks(step, values)
-            if run.owner is not None:
-                extra["search/skipped_prompts"] = run.owner.num_skipped
             facts = {"time_s": run.clock(), **values, **extra, **run.buffer.stats()}
             run.logs.metrics.write(step, facts)
             run.checkpoints.check()
@@ -184,10 +188,6 @@ class Loop:
     def begin(self) -> list[Report]:
         """Prepare the first step; return the reports of responses that were merged."""
         return [] if self._is_sync else self.sync(self.run.trainer.step_index)
-
-    def check(self) -> None:
-        """Raise the failure of a worker."""
-        self.stop.check()
 
     def sync(self, step: int) -> list[Report]:
         """React to a publication at `step`; return the reports of responses that were merged.
@@ -217,11 +217,10 @@ class Loop:
             run.weights.keep(step)
             run.weights.poll()
 
-    def close(self, *, has_failed: bool) -> None:
+    def close(self) -> None:
         """End the search; in the owner's process, notify all searchers."""
-        while not has_failed and self.run.parts and not self._ended.wait(POLL_S):
+        while self.run.parts and not self._ended.wait(POLL_S):
             self.check()  # searchers work on evaluation shards until the owner has ended
-        self._ended.set()
 
 
 class OwnerLoop(Loop):
@@ -236,43 +235,31 @@ class OwnerLoop(Loop):
         self._searching = [search_workers(each, self.stop) for each in searching]
         self._merged_before = 0  # number of merged groups at the last step
         self._warn_at = run.trainer.step_index + _WARN_AFTER
-        self._newest_eval_version = self._newest_eval
         if self._is_sync:
             self.owner.allow(0, -1)
 
     def wants_stop(self) -> bool:
         return self._interrupted() or self.owner.wants_stop
 
-    def open(self) -> None:
-        """Let other processes join; wait for all searchers, except in a fleet."""
-        run, owner = self.run, self.owner
-        if run.server is not None:
-            run.server.handlers = owner.handlers()
-        if run.trainer.step_index and run.evaluated.before is None:
-            owner.evaluations.request(0)  # interrupted before the start model was evaluated
-        if run.config.placement != "fleet" and owner.absent:
-            run.logs.progress.phase("waiting for the processes that search")
-            self._until(lambda: not owner.absent or self.wants_stop(), "did not all join")
-
     def workers(self) -> list[Worker]:
-        def deliver() -> bool:
-            is_delivered = self.run.weights.poll(DELIVERY_S)
-            self._announce()
-            return is_delivered
-
         found = [worker for pair in self._searching for worker in pair]
         if self.owner.remote_searchers:
             lose, period_s = self.owner.lose_silent, HEARTBEAT_S / 8
             found.append(Worker("heartbeat-check", lose, self.stop, idle_s=period_s))
         if not self._is_sync:
-            found.append(Worker("weight-poller", deliver, self.stop))
+            found.append(Worker("weight-poller", self._deliver_next, self.stop))
             found.append(Worker("watchdog", self._watchdog.step, self.stop, idle_s=1.0))
         return found
 
-    def check(self) -> None:
-        self.stop.check()
-        if self.run.server is not None:
-            self.run.server.failure.check()
+    def _deliver_next(self) -> bool:
+        is_delivered = super()._deliver_next()
+        self._announce()
+        return is_delivered
+
+    def _announce(self) -> None:
+        """Announce the newest delivered version to searchers of other processes."""
+        if (newest := self.run.weights.newest) is not None:
+            self.owner.version = newest
 
     def _until(
         self,
@@ -307,22 +294,32 @@ class OwnerLoop(Loop):
                 )
 
     def _merge(self, most: int | None = None) -> list[Report]:
-        """Merge finished responses, and reset the watchdog if there were any."""
+        """Merge finished responses and record finished evaluations: both are progress."""
         reports = self.owner.merge(self.run.trainer.step_index, most)
-        if reports:
+        if self.run.record_evaluations() or reports:
             self._watchdog.kick()
         return reports
 
     def begin(self) -> list[Report]:
-        """With driver=async, wait for the first responses, then evaluate the start model."""
-        run = self.run
+        """Let other processes join; with driver=async, wait for the first responses.
+
+        A fleet does not wait for its searchers.
+        """
+        run, owner = self.run, self.owner
+        if run.server is not None:
+            run.server.handlers = owner.handlers()
+        if run.trainer.step_index and run.evaluated.before is None:
+            owner.evaluations.request(0)  # interrupted before the start model was evaluated
+        if run.config.placement != "fleet" and owner.absent:
+            run.logs.progress.phase("waiting for the processes that search")
+            self._until(lambda: not owner.absent or self.wants_stop(), "did not all join")
         reports: list[Report] = []
         if self._is_sync:
             return reports
         start = run.clock()
         run.logs.progress.phase("searchers fill the buffer")
         while run.trainer.step_index == 0 and not self.wants_stop():
-            if run.buffer.num_trajectories and self.owner.is_filled:
+            if run.buffer.num_trajectories and owner.is_filled:
                 break
             self.check()
             reports += self.no_batch()
@@ -349,15 +346,13 @@ class OwnerLoop(Loop):
         each = config.batch.num_prompts * config.sync_period
         fill = -(-config.search.initial_fill // (each * config.search.samples_per_prompt))
         num_rounds = max(config.search.exact_lag + 1, fill) + step // config.sync_period
-        owner.allow(num_rounds * each, step)
-        stops: list[bool] = []
-
-        def is_done() -> bool:
-            stops[:] = [not owner.is_done and self.wants_stop()]
-            return owner.is_done or stops[0]
-
-        self._until(is_done, "finished no ticket", lambda: owner.ledger()["generated"])
-        if stops[0]:  # the rest of the tickets is sampled and merged by the resumed run
+        owner.allow(owner.num_given + num_rounds * each, step)
+        self._until(
+            lambda: owner.is_done or self.wants_stop(),
+            "finished no ticket",
+            lambda: owner.ledger()["generated"],
+        )
+        if not owner.is_done:  # the rest of the tickets is sampled and merged by the resumed run
             self._interrupted = lambda: True
             return []
         return self._merge(each if config.search.exact_lag else None)
@@ -372,8 +367,8 @@ class OwnerLoop(Loop):
         self._until(lambda: run.weights.newest is not None, "got no weights")
         version = run.weights.newest
         assert version is not None, "just delivered"
-        if version > self._newest_eval_version:  # else a later publication is evaluated
-            self._newest_eval, self._newest_eval_version = step, version
+        if run.is_evaluation_due(version, self._newest_eval):  # else a later one is evaluated
+            self._newest_eval = version
             run.weights.keep(version)
             self.owner.evaluations.request(version)
         return reports
@@ -385,12 +380,10 @@ class OwnerLoop(Loop):
             StarvedError: many merged responses did not fill a batch.
         """
         run, config = self.run, self.run.config
-        reports: list[Report] = []
         why = "every response of the last tickets was rejected, evicted or aged out"
         if not self._is_sync:
             self.stop.wait(POLL_S)
             reports = self._merge()
-            self._record()
             first = -(-config.search.initial_fill // config.search.samples_per_prompt)
             merged = self.owner.num_merged - self._merged_before
             if merged <= _STARVED_BATCHES * max(config.batch.num_prompts, first):
@@ -406,21 +399,20 @@ class OwnerLoop(Loop):
 
     def stepped(self) -> dict[str, Any]:
         run, owner = self.run, self.owner
-        extra = dict[str, Any]()
+        extra: dict[str, Any] = {"search/skipped_prompts": owner.num_skipped, **run.fleet_metrics()}
         if (server := run.shared.rewards.server) is not None:
             extra |= {f"search/{name}": n for name, n in server.failures.take().items()}
-        extra |= run.fleet_metrics()
         if self._is_sync:
             return extra
         for searcher, (decoding, _) in zip(run.searchers, self._searching, strict=True):
-            owner.beat(searcher.index, decoding.idle_total_s, searcher.decode_counts())
+            owner.beat(searcher.index, decoding.take_idle_s(), searcher.decode_counts())
         counts = owner.take_decode_counts()
         self._merged_before = owner.num_merged
         owner.note_step(run.trainer.step_index)
         if run.trainer.step_index == self._warn_at:
             for line in run.buffer.warnings():
                 run.logs.progress.note(line)
-        self._record()
+        run.record_evaluations()
         self._watchdog.kick()
         extra |= {"search/under_way": owner.num_under_way, "search/idle_s": sum(owner.idle_s)}
         if counts.slot_steps:
@@ -431,15 +423,9 @@ class OwnerLoop(Loop):
             extra["sync/turn_wait_s"] = lock.wait_s
         return extra
 
-    def _record(self) -> None:
-        """Record finished evaluations; reset the watchdog if an evaluation has finished."""
-        if self.run.record_evaluations():
-            self._watchdog.kick()
-
     def evaluate_last(self) -> None:
         """Publish and evaluate the final policy once; no new tickets begin."""
         run, step = self.run, self.run.trainer.step_index
-        self.owner.evaluations.forget_unbegun()  # those begun end with that of the final policy
         run.record_evaluations()
         if run.evaluated.last_eval_step < step:
             run.logs.progress.phase("evaluating the final policy")
@@ -457,11 +443,6 @@ class OwnerLoop(Loop):
             self._until(lambda: run.weights.newest == run.trainer.version, "got no weights")
         self._announce()
 
-    def _announce(self) -> None:
-        """Announce the newest delivered version to searchers of other processes."""
-        if (newest := self.run.weights.newest) is not None:
-            self.owner.version = newest
-
     def _evaluate(self, version: int) -> None:
         """Evaluate a version while no searcher samples, and record the result.
 
@@ -475,9 +456,6 @@ class OwnerLoop(Loop):
         self._until(is_done, "did not evaluate the policy", left)
         self.run.record_evaluations()
 
-    def close(self, *, has_failed: bool) -> None:
-        """Notify searchers of the end; after a failure the run may continue in another process."""
-        if not has_failed:
-            self.owner.has_ended = True
-        elif self.run.server is not None:
-            self.run.server.handlers = {}
+    def close(self) -> None:
+        """Notify searchers of the end."""
+        self.owner.has_ended = True

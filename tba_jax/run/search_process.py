@@ -100,17 +100,18 @@ def _search_once(
     for worker in workers:
         worker.start()
 
-    def check() -> None:
+    def is_stopping() -> bool:
         stop.check()
         if outer.is_set():
             raise RunEnded
+        return wants_stop()
 
     try:
         while True:
-            check()
             for searcher, (decoding, _) in zip(searchers, pairs, strict=True):
-                client.beat(searcher.index, decoding.idle_total_s, searcher.decode_counts())
-            if not client.exchange(check, wants_stop()):
+                client.beat(searcher.index, decoding.take_idle_s(), searcher.decode_counts())
+            if not client.exchange(is_stopping):
+                is_stopping()
                 stop.wait(POLL_S)
     finally:
         stop_workers(workers, stop)

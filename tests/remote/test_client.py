@@ -12,7 +12,7 @@ from tba_jax.devices.cluster import PeerError
 from tba_jax.flow.tickets import DecodeCounts, EvaluationResult, EvaluationTicket, Ticket
 from tba_jax.remote.channel import Refused, Rewind, RunEnded, Unreachable
 from tba_jax.remote.client import Client
-from tba_jax.remote.messages import Mail, Request, Response, decode, encode
+from tba_jax.remote.messages import Mail, decode, encode
 
 
 class Wire:
@@ -74,7 +74,7 @@ class Process:
         self.wire.fates = [*fates]
         try:
             if not self.is_dismissed:
-                client.exchange(lambda: None)
+                client.exchange(lambda: False)
         except Rewind:
             self.join()
         except (RunEnded, PeerError):
@@ -85,15 +85,15 @@ def test_messages_come_back_as_they_were_and_damaged_ones_are_refused():
     ticket = EvaluationTicket(4, 8, ())
     shards = [EvaluationResult(4, 8, shard_of(ticket, "a")), EvaluationResult(4, 9, None)]
     mail = Mail(1, 3, 4, 1.5, results=(make_result(3), *shards, make_result(4)))
-    data = encode(Request("p", 1, True, (mail,)))
-    found = decode(data, Request)
-    assert encode(found) == data and list(found.mails[0].results[1:3]) == shards
-    assert (found.number, found.wants_stop, found.mails[0].idle_s) == (1, True, 1.5)
+    data = encode(mail)
+    found = decode(data, Mail)
+    assert encode(found) == data and list(found.results[1:3]) == shards
+    assert found[:4] == (1, 3, 4, 1.5)
     columns = {"answer": 2**70, "text": "a\ud800", "of": {"b": [None, True, 0.5]}}
     prompt = make_prompt(4)
     given = Ticket(1, prompt, (np.array([5, 6], np.int32), np.array([], np.int32)))
-    work = decode(encode(Response(1, (2,), 0.5, ([given], [ticket])))).work
-    assert work[1] == [ticket] and work[0][0].number == 1
+    version, work = decode(encode((1, [[given], [ticket]])), tuple)
+    assert version == 1 and work[1] == [ticket] and work[0][0].number == 1
     for y, expected in zip(work[0][0].responses, given.responses, strict=True):
         np.testing.assert_array_equal(y, expected)
         assert y.dtype == expected.dtype
@@ -103,7 +103,7 @@ def test_messages_come_back_as_they_were_and_damaged_ones_are_refused():
     assert decode(encode(columns)) == columns
     for wrong in (data[:-40], encode(ticket), b""):
         with pytest.raises(ValueError, match="damaged in transit or sent by another version"):
-            decode(wrong, Request)
+            decode(wrong, Mail)
 
 
 def test_a_request_is_repeated_until_it_is_answered_and_counts_once():
@@ -152,7 +152,7 @@ def test_an_owner_that_is_gone_or_refuses_is_one_clear_line():
     with pytest.raises(PeerError, match="has not responded to a for 60 s .no answer in 10 s.*run"):
         process.client.join((0,), IDENTITY)
     process.wire.fates = []
-    with pytest.raises(PeerError, match="a is refused by the trainer at its code and run are 2/r"):
+    with pytest.raises(PeerError, match="the trainer refuses a: its code and run are 2/r"):
         process.client.join((0,), "2/r")
     house.now += 3.0
     failing = LookupError("a searcher failed")

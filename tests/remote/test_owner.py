@@ -8,8 +8,8 @@ from fake_tickets import IDENTITY, House, Numbered, S, make_result, shard_of
 
 from tba_jax.flow.tickets import DecodeCounts, EvaluationResult, Ticket
 from tba_jax.remote import owner as owners
-from tba_jax.remote.channel import RunEnded
-from tba_jax.remote.messages import Mail, Request, decode, encode
+from tba_jax.remote.channel import Rewind, RunEnded
+from tba_jax.remote.messages import Mail, decode, encode
 
 
 def numbers(tickets):
@@ -25,8 +25,11 @@ def put(house, searcher, *taken, version=0):
     house.owner.put(searcher, results)
 
 
-def beat(house, searcher, idle_s=0.0):
-    house.owner.beat(searcher, idle_s, DecodeCounts())
+def lose(house, searcher):
+    """The process of a searcher is lost."""
+    for process in house.owner._processes.values():
+        if searcher in process.searchers:
+            house.owner._lose(process)
 
 
 def test_tickets_are_numbered_prompts_and_a_repeated_result_is_dropped():
@@ -59,10 +62,11 @@ def test_a_message_with_a_bad_result_leaves_no_trace():
 
 def test_tickets_of_a_lost_searcher_are_issued_again_and_the_first_result_counts():
     house = House()
-    join(house, 0, 1)
+    join(house, 0)
+    join(house, 1)
     taken = house.owner.take(0, 3, 0)
-    house.owner.lose(0)
-    house.owner.lose(0)  # known already
+    lose(house, 0)
+    lose(house, 0)  # known already
     assert house.owner.ledger()["lost"] == 3 * S
     put(house, 0, 1)  # it was only slow
     assert house.owner.ledger() == {"generated": 3 * S, "waiting": S, "lost": 2 * S}
@@ -83,38 +87,35 @@ def test_a_repeated_request_gets_the_same_response_and_its_results_count_once():
     house = House()
     place = join(house)
     answer = house.owner.handlers()["search"]
-    first = encode(Request(place, 0, False, (Mail(0, 2, 0),)))
+    first = encode((place, 0, False, (Mail(0, 2, 0),)))
     response = answer(first)
-    assert answer(first) == response and numbers(decode(response).work[0]) == [0, 1]
-    second = encode(Request(place, 1, False, (Mail(0, results=(make_result(1),)),)))
+    assert answer(first) == response and numbers(decode(response)[-1][0]) == [0, 1]
+    second = encode((place, 1, False, (Mail(0, results=(make_result(1),)),)))
     assert answer(second) == answer(second) == answer(first)  # an old copy begins nothing
-    assert not decode(answer(second)).work[0]
+    assert not decode(answer(second))[-1][0]
     house.merge()
     assert house.merged == [1] and house.owner.metrics()["fleet/duplicates"] == 0
     join(house)  # another process takes the searcher over
-    with pytest.raises(ValueError, match="another process, on a, runs searcher 0 now"):
+    with pytest.raises(Rewind, match="another process ran the searchers"):
         answer(first)
 
 
-def test_a_silent_searcher_is_lost_until_its_next_message():
-    house = House()
-    join(house, 0, 1)
+def test_a_silent_process_is_lost_until_its_next_message():
+    house = House(3)
+    silent, other = join(house, 0), join(house, 1, 2)
     house.owner.take(0, 2, 0)
-    for _ in range(6):
+    for number in range(6):
         house.now += 6.0
-        beat(house, 1, house.now)
+        house.owner.answer(other, number, False, (Mail(1, idle_s=6.0), Mail(2)))
         house.owner.lose_silent()
     assert house.lines[-1] == (
-        "searcher 0 on a is lost: no message for 36 s. Its 2 open tickets are issued again"
+        "searchers 0 to 0 on a: no message for 36 s; their tickets begin again"
     )
-    assert house.owner.absent == [0]
-    beat(house, 0)
-    assert house.lines[-1] == "searcher 0 on a is back after 36 s"
-    assert house.owner.metrics()["fleet/searchers"] == 2 and house.owner.idle_s == [0.0, 36.0]
-    join(house, 1)
-    beat(house, 1, 1.0)
-    assert house.owner.idle_s == [0.0, 37.0]
-    assert house.owner.metrics()["fleet/joins"] == 3
+    assert house.owner.absent == [0] and house.owner.ledger()["lost"] == 2 * S
+    house.owner.answer(silent, 0, False, (Mail(0),))
+    assert house.owner.absent == [] and house.owner.idle_s == [0.0, 36.0, 0.0]
+    assert house.owner.metrics()["fleet/searchers"] == 3
+    assert house.owner.metrics()["fleet/joins"] == 2
 
 
 @pytest.mark.parametrize("num_searchers", [1, 2, 4])
@@ -124,7 +125,7 @@ def test_a_restored_owner_continues_for_any_number_of_searchers(num_searchers):
     put(house, 0, 0, 3)
     house.merge()
     put(house, 0, 5)
-    beat(house, 1, 3.0)
+    house.owner.beat(1, 3.0, DecodeCounts())
     house.save()
     put(house, 0, 2)  # after the checkpoint
     house.owner.take(1, 4, 0)
@@ -151,7 +152,7 @@ def test_as_many_tickets_begin_as_are_allowed_with_the_version_of_the_trainer():
     put(house, 0, 0, 1, 2, version=3)
     assert not house.owner.take(0, 9, 3)
     join(house, 1)
-    house.owner.lose(1)
+    lose(house, 1)
     assert numbers(house.owner.take(0, 9, 3)) == [3, 4]
     put(house, 0, 4, 3, version=3)
     assert house.owner.is_done
@@ -220,22 +221,25 @@ def test_given_responses_come_first_and_once():
     taken = house.owner.take(0, 2, 0)
     assert [len(ticket.responses) for ticket in taken] == [1, 1]
     join(house, 0)
-    house.owner.lose(0)
-    assert house.owner.num_given_left == 3 and house.owner.ledger()["lost"] == 0
+    lose(house, 0)
     taken = house.owner.take(0, 9, 0)
     assert numbers(taken) == [0, 1, 2, 3]
     assert taken[3].prompt.prompt_id == 3 and not taken[3].responses
-    put(house, 0, 0, 1, 2)
-    assert house.owner.num_given_left == 0
+    put(house, 0, 0, 1, 3)
+    assert not house.owner.is_filled
+    put(house, 0, 2)
+    assert house.owner.is_filled
+    house.merge()
     house.save()
     house.given = ()  # a resumed run does not read them again
     house.restore()
-    assert house.owner.num_given == 3 and numbers(house.owner.take(0, 1, 0)) == [3]
+    assert house.owner.num_given == 3 and numbers(house.owner.take(0, 1, 0)) == [4]
 
 
 def test_shards_of_a_lost_searcher_and_of_dropped_weights_go_to_another():
     house = House()
-    join(house, 0, 1)
+    join(house, 0)
+    join(house, 1)
     house.evaluations.request(3)
     house.evaluations.request(7)
 
@@ -252,7 +256,7 @@ def test_shards_of_a_lost_searcher_and_of_dropped_weights_go_to_another():
     assert take(0) is None  # it has one
     for _ in range(2):  # the second is a duplicate
         answer(1, second, "second")
-    house.owner.lose(0)
+    lose(house, 0)
     assert take(1) == first
     answer(0, first, "first")  # it was only slow
     answer(1, first, "second")
@@ -263,20 +267,16 @@ def test_shards_of_a_lost_searcher_and_of_dropped_weights_go_to_another():
     found = house.evaluations.poll()
     assert [version for version, _ in found] == [3, 7] and house.evaluations.versions == ()
     assert found[0][1] == [(0, "first"), *((i, "second") for i in range(1, 5))]
-    house.evaluations.request(8)
-    house.evaluations.request(9)
-    take(0)
-    house.evaluations.forget_unbegun()
-    assert house.evaluations.versions == (8,)
 
 
 def test_a_process_of_another_run_or_of_none_is_told_so():
     house = House()
     with pytest.raises(ValueError, match="its code and run are 2/r, wanted 1/r. Start the same"):
         join(house, identity="2/r")
-    place = house.owner.join((), "idle", "")
-    assert join(house, 1) != place and not house.owner.wants_stop
-    house.owner.answer(Request(place, 0, True, ()))
+    house.owner.join((), "idle", "")
+    place = join(house, 1)
+    assert not house.owner.wants_stop
+    house.owner.answer(place, 0, True, ())
     assert house.owner.wants_stop
     house.owner.has_ended = True
     for searchers in ((), (0,)):
@@ -289,7 +289,7 @@ def test_a_process_of_another_run_or_of_none_is_told_so():
     [
         ("join", b"{}"),
         ("join", encode(("a", "b"))[:-1]),
-        ("search", encode((0, "a"))),
+        ("search", encode("a")),
     ],
 )
 def test_a_malformed_message_is_refused_and_changes_nothing(name, message):

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 from fake_models import load_folder
 from fake_search import World
-from fake_tickets import House
+from fake_tickets import IDENTITY, House
 
 from tba_jax.config.schema import make_config
 from tba_jax.devices.worker import StopFlag, Worker, WorkerError
 from tba_jax.flow.padding import Padding
-from tba_jax.flow.tickets import DecodeCounts, Ticket
+from tba_jax.flow.tickets import Ticket
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.tokenizer import Tokenizer
@@ -150,7 +150,7 @@ def real_searchers(model, given_texts=(), num_searchers=1):
 
 def sample(house, searchers, count):
     """Results of `count` tickets, by number."""
-    house.owner.allow(count, 0)
+    house.owner.allow(house.owner.num_given + count, 0)
     while not house.owner.is_done:
         for searcher in searchers:
             searcher.step()
@@ -184,9 +184,9 @@ def test_what_a_ticket_draws_depends_on_its_number_alone(model):
     """Two searchers give the bits of one; a lost ticket is drawn again with the same bits."""
     alone = sample(*real_searchers(model), 7)
     house, searchers = real_searchers(model, num_searchers=2)
-    house.owner.beat(1, 0.0, DecodeCounts())
+    house.owner.join((1,), "a", IDENTITY)
     house.owner.take(1, 2, 0)
-    house.owner.lose(1)
+    house.owner.join((1,), "a", IDENTITY)  # the process restarts
     shared = sample(house, searchers, 7)
     assert sorted(alone) == sorted(shared) == list(range(7))
     assert len({y.searcher for r in shared.values() for y in r.group.trajectories}) == 2

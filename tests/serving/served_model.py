@@ -74,7 +74,6 @@ class ServedModel:
     @contextlib.contextmanager
     def running(self):
         worker = Worker("decoder", self.step, self.stop, idle_s=0.002).start()
-        self.server.start()
         try:
             yield self
         finally:
