@@ -88,4 +88,4 @@ def connect(
     timeout_s = config.log.watchdog_s
     channel = Channel(lambda: endpoint, timeout_s=min(timeout_s, HEARTBEAT_S))
     host = f"process {cluster.number} on {socket.gethostname()}"
-    return Client(channel, host, process=cluster.number, timeout_s=timeout_s)
+    return Client(channel, host, timeout_s=timeout_s)
