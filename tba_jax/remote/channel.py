@@ -56,12 +56,17 @@ class Endpoint(NamedTuple):
 def own_address(towards: str = "") -> str:
     """Return the address of this machine that reaches another; "": that of the default route.
 
+    It is a loopback address only if `towards` is one: another machine would send the token to
+    itself.
+
     Raises:
         OSError: there is no route.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((towards or "192.0.2.1", 9))  # sends nothing: the kernel chooses
-        return probe.getsockname()[0]
+        found = probe.getsockname()[0]
+    is_local = towards.startswith(("127.", "localhost"))
+    return own_address() if found.startswith("127.") and not is_local else found
 
 
 class ChannelServer:

@@ -30,7 +30,6 @@ from tba_jax.report.progress import ProgressDisplay
 from tba_jax.run import model_parts, task_parts
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.object_store import storage_of, upload
-from tba_jax.run.peers import Peer
 from tba_jax.run.records import Logs
 from tba_jax.run.run_state import Run
 from tba_jax.run.shared import RunClock, Shared, make_arrival, make_searchers, open_shared
@@ -53,7 +52,7 @@ def build(
     progress: ProgressDisplay,
     *,
     writers: Sequence[Any] = (),
-    link: Peer | None = None,
+    link: ChannelServer | Client | None = None,
 ) -> Run:
     """Build every part of a run and restore the newest checkpoint of its work directory.
 

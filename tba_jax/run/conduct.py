@@ -17,6 +17,8 @@ from tba_jax.config.schema import Config, defaults, difference, flatten
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.platform import open_cache
 from tba_jax.devices.worker import StopFlag
+from tba_jax.remote.channel import ChannelServer
+from tba_jax.remote.client import Client
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.report.jsonl import LogError, jsonable, stream_jsonl
 from tba_jax.report.process import ReportProcess
@@ -26,7 +28,6 @@ from tba_jax.run.build import build
 from tba_jax.run.callbacks import combined
 from tba_jax.run.errors import out_of_memory
 from tba_jax.run.loop import train
-from tba_jax.run.peers import Peer
 from tba_jax.run.run_state import Run
 from tba_jax.run.shared import RunClock
 from tba_jax.run.task_parts import make_task
@@ -42,17 +43,15 @@ def conduct(
     *,
     hold: StopFlag | None,
     start_s: float,
-    link: Peer | None = None,
+    link: ChannelServer | Client | None = None,
     callbacks: Sequence[Callable[..., Any]] = (),
 ) -> Outcome:
     """Build a run, train, evaluate the final policy, write the report.
 
     Args:
         cluster: the trainer processes of the run; all of them call this function.
-        interrupted: function that returns True if the run must stop; called between steps.
         hold: flag of the work directory's lock; None if another process holds it.
         link: connection to the other processes of the run.
-        callbacks: functions of (step, values), called after each step.
 
     Raises:
         OutOfMemory: device memory ran out before the first update.
@@ -60,10 +59,12 @@ def conduct(
         WorkdirLost: the work directory was removed, or its storage fails.
     """
     task, is_primary = make_task(config), cluster.is_primary
-    console = None if is_primary else Console(quiet=True, force_terminal=False)
-    kind = task.response_kinds[0] if task.response_kinds else ""
     display = ProgressDisplay(
-        config.num_steps, kind=kind, metric=task.metric, console=console, start_s=start_s
+        config.num_steps,
+        kind=next(iter(task.response_kinds), ""),
+        metric=task.metric,
+        console=None if is_primary else Console(quiet=True, force_terminal=False),
+        start_s=start_s,
     )
     try:
         named = combined(callbacks, display.note)
@@ -137,8 +138,7 @@ def write_report_json(run: Run) -> dict[str, Any]:
         "config_changes": difference(defaults(run.config.objective.name), flatten(run.config)),
     }
     if metrics := run.fleet_metrics():
-        figures = {name.removeprefix("fleet/"): value for name, value in metrics.items()}
-        report["fleet"] = figures
+        report["fleet"] = {name.removeprefix("fleet/"): x for name, x in metrics.items()}
     report = jsonable(report)
     path = run.shared.workdir / "report.json"
     try:
@@ -153,8 +153,7 @@ def write_report_json(run: Run) -> dict[str, Any]:
 
 def _figures(record: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Return the figures of an evaluation, without texts."""
-    texts = ("texts", "rewards")
-    return None if record is None else {k: v for k, v in record.items() if k not in texts}
+    return record and {k: v for k, v in record.items() if k not in ("texts", "rewards")}
 
 
 def _samples(run: Run, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -183,8 +182,7 @@ def economy_summary(buffer: ReplayBuffer) -> dict[str, Any]:
 def staleness_summary(counts: Mapping[int, int]) -> dict[str, float]:
     """Return mean, median, 95th percentile and maximum of the staleness of trained trajectories.
 
-    Args:
-        counts: number of uses of a trajectory at each staleness; an empty mapping gives {}.
+    `counts` has the number of uses of a trajectory at each staleness; an empty one gives {}.
     """
     if not counts:
         return {}

@@ -8,7 +8,8 @@ restarts the trainer from its newest checkpoint while searchers wait. Searchers 
 the addresses in WORKDIR/owner.json. Output reaches the driver through Ray's log forwarding.
 
 Invariant: processes that fail repeatedly without a new checkpoint in between end the run with the
-last cause (tests/run/test_fleet_actors.py).
+last cause; a return of the trainer clears the failures of searchers
+(tests/run/test_fleet_actors.py).
 """
 
 import contextlib
@@ -61,12 +62,7 @@ class TrainerProcess:
             return f"{host}:{probe.getsockname()[1]}"
 
     def run(
-        self,
-        config: Config,
-        workdir: Path,
-        token: str,
-        number: int,
-        *addresses: str,
+        self, config: Config, workdir: Path, token: str, number: int, *addresses: str
     ) -> Outcome:
         """Begin or continue the run; return its outcome.
 
@@ -82,9 +78,7 @@ class TrainerProcess:
         from tba_jax.run.conduct import conduct
 
         if number == 0:
-            import ray.util
-
-            server = ChannelServer(token, ray.util.get_node_ip_address())
+            server = ChannelServer(token, addresses[0].partition(":")[0])
             write_json(workdir / OWNER, {"address": server.endpoint.address})
         cluster = start_cluster(config, Address(addresses[0], len(addresses), number))
         link = connect(config, cluster, range(cluster.num_processes), server)
@@ -109,9 +103,6 @@ class SearcherProcess:
 
         After the end of the run this method waits and joins again: if the trainer dies before its
         last save, the next trainer needs the searchers.
-
-        Args:
-            searchers: IDs of the searchers.
 
         Raises:
             PeerError: the trainer refuses this process.
@@ -141,24 +132,6 @@ class SearcherProcess:
             shared.rewards.close()
 
 
-def add_failure(failures: Counter[tuple[str, int]], name: str, step: int, why: str) -> None:
-    """Count a failure of a process.
-
-    Args:
-        failures: numbers of failures by process and step of the newest checkpoint.
-        step: step of the newest checkpoint.
-
-    Raises:
-        FleetError: too many failures without a checkpoint in between.
-    """
-    failures[name, step] += 1
-    if failures[name, step] > _MAX_FAILURES:
-        raise FleetError(
-            f"{name} failed {failures[name, step]} times without a checkpoint in between; the last "
-            f"time: {why}. Fix the cause, then run the same command again to resume"
-        )
-
-
 def train_fleet(
     config: Config, workdir: Path, hold: StopFlag, *, interrupted: Callable[[], bool]
 ) -> Outcome:
@@ -172,9 +145,13 @@ def train_fleet(
         UserError: Ray is not installed or not reachable.
         FleetError: processes die without progress.
     """
-    workdir = workdir.absolute()
+    workdir, hosts = workdir.absolute(), config.fleet.trainer_hosts
     with connected(config) as ray:
-        fleet = _Fleet(ray, config, workdir)
+        from ray.util.placement_group import placement_group
+
+        _print(f"waiting for {hosts} x {config.fleet.trainer} for the trainer (fleet.trainer)")
+        bundles = [parse_resources(config.fleet.trainer) or {}] * hosts
+        fleet = Fleet(ray, config, workdir, placement_group(bundles, strategy="SPREAD"))
         try:  # Ray ends the actors with this connection
             while (outcome := fleet.look(interrupted())) is None:
                 hold.check()
@@ -255,20 +232,15 @@ def _resources(text: str) -> dict[str, Any]:
     return {"num_cpus": cpus, "num_gpus": gpus, "resources": found, "runtime_env": runtime}
 
 
-class _Fleet:
+class Fleet:
     """The actors of a run."""
 
-    def __init__(self, ray: Any, config: Config, workdir: Path) -> None:
-        from ray.util.placement_group import placement_group
-
-        self._ray, self._config, self._workdir = ray, config, workdir
+    def __init__(self, ray: Any, config: Config, workdir: Path, group: Any) -> None:
+        self._ray, self._config, self._workdir, self._group = ray, config, workdir, group
         self._arguments = (config, workdir, secrets.token_hex(16))  # of every process
-        bundle = parse_resources(config.fleet.trainer) or {}
-        hosts = config.fleet.trainer_hosts
-        _print(f"waiting for {hosts} x {config.fleet.trainer} for the trainer (fleet.trainer)")
-        self._group = placement_group([bundle] * hosts, strategy="SPREAD")
         self._is_interrupted = False
-        self._failures: Counter[tuple[str, int]] = Counter()
+        self._failures: Counter[str] = Counter()  # since the newest checkpoint, by process
+        self._counted_at = -1  # step of that checkpoint
         self._trainers: list[Any] = []  # actors; empty until the placement group is ready
         self._training: list[Any] = []  # calls of `run` of the trainers
         self._searching: dict[Any, tuple[Any, range]] = {}  # call of `run` -> actor, searchers
@@ -311,15 +283,14 @@ class _Fleet:
     def _start_trainer(self) -> None:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        fleet = self._config.fleet
-        actor = self._ray.remote(TrainerProcess)
+        actor, resources = self._ray.remote(TrainerProcess), _resources(self._config.fleet.trainer)
         self._trainers = [
             actor.options(
                 max_concurrency=4,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, member),
-                **_resources(fleet.trainer),
+                **resources,
             ).remote()
-            for member in range(fleet.trainer_hosts)
+            for member in range(self._config.fleet.trainer_hosts)
         ]
         # Run only when all are placed: `jax.distributed` waits a few minutes only.
         addresses = [each.address.remote() for each in self._trainers]
@@ -345,7 +316,7 @@ class _Fleet:
         handle, searchers = self._searching.pop(call)
         why = f"{type(cause).__name__}: {cause}"
         name = f"the process of searchers {searchers[0]} to {searchers[-1]}"
-        add_failure(self._failures, name, self._newest_step(), why)
+        self._count_failure(name, why)
         _print(f"{name} failed: {why}. Restarting it")
         self._ray.kill(handle, no_restart=False)
         self._search(handle, searchers)
@@ -354,18 +325,33 @@ class _Fleet:
         """Restart all trainer processes after one of them died."""
         for each in self._trainers:
             self._ray.kill(each)
-        step = self._newest_step()
+        why = "out of memory" if "out of memory" in str(cause).lower() else "its process ended"
+        step = self._count_failure("the trainer", why)
         at = f"the newest checkpoint (step {step})" if step >= 0 else "the start"
         if self._is_interrupted:
             raise FleetError(
                 f"the trainer died before it had saved; the same command resumes from {at}"
             ) from cause
-        why = "out of memory" if "out of memory" in str(cause).lower() else "its process ended"
-        add_failure(self._failures, "the trainer", step, why)
+        # Searchers may have failed because the trainer was away.
+        self._failures = Counter({"the trainer": self._failures["the trainer"]})
         _print(f"the trainer died ({why}). Restarting the trainer from {at}; searchers wait")
         self._start_trainer()
 
-    def _newest_step(self) -> int:
-        """Return the step of the newest checkpoint on disk, -1 without one."""
-        folder = self._workdir / "checkpoints"
-        return max((int(x.name) for x in folder.glob("*") if x.name.isdigit()), default=-1)
+    def _count_failure(self, name: str, why: str) -> int:
+        """Count a failure of a process; return the step of the newest checkpoint, or -1.
+
+        Raises:
+            FleetError: too many failures without a checkpoint in between.
+        """
+        names = (path.name for path in (self._workdir / "checkpoints").glob("*"))
+        step = max((int(name) for name in names if name.isdigit()), default=-1)
+        if step != self._counted_at:
+            self._failures.clear()
+        self._counted_at = step
+        self._failures[name] += 1
+        if self._failures[name] > _MAX_FAILURES:
+            raise FleetError(
+                f"{name} failed {self._failures[name]} times without a checkpoint in between; the "
+                f"last time: {why}. Fix the cause, then run the same command again to resume"
+            )
+        return step

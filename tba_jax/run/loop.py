@@ -9,11 +9,10 @@
                                 log and save
 
 Every trainer process runs `Loop.train`. `source` is the owner in its process and a client in the
-other processes, which are `Loop` itself. driver=sync alternates search and training on one thread:
-bit-reproducible, with any number of searchers. With `search.exact_lag=D` a merge takes the tickets
-of the publication D publications ago. driver=async: searchers sample concurrently, on threads of
-this process or in other processes. Trainer and searchers wait for each other only with
-`replay.max_staleness` and `replay.pace`.
+others. driver=sync alternates search and training on one thread: bit-reproducible, with any number
+of searchers. With `search.exact_lag=D` a merge takes the tickets of D publications ago. With
+driver=async, searchers sample concurrently, on threads of this process or in other processes.
+Trainer and searchers wait for each other only with `replay.max_staleness` and `replay.pace`.
 
 Invariant: a loop ends with a save or with the first failure, and every wait for a
 thread or process has a time limit (tests/integration/test_async_loop.py).
@@ -38,7 +37,6 @@ from tba_jax.run.search_process import POLL_S, search, search_workers, stop_work
 from tba_jax.train.trainer import Finished
 from tba_jax.weights.memory import DELIVERY_S, Weights
 
-_WARN_AFTER = 50  # steps before diagnostics, because compilation distorts the first measurements
 # A run counts as starved after it has merged this many batches of groups without a step. The number
 # is large because a policy that repeats its responses may add few new ones for some time.
 _STARVED_BATCHES = 20
@@ -111,7 +109,14 @@ class Loop:
         return [] if self._is_sync else [Worker("weight-poller", self._deliver_next, self.stop)]
 
     def _deliver_next(self) -> bool:
-        return self.run.weights.poll(DELIVERY_S)
+        is_delivered = self.run.weights.poll(DELIVERY_S)
+        self._announce()
+        return is_delivered
+
+    def _announce(self) -> None:
+        """Announce the newest delivered version to searchers of other processes."""
+        if self.run.owner is not None and (newest := self.run.weights.newest) is not None:
+            self.run.owner.version = newest
 
     def _search(self) -> bool:
         """Search until the owner reports the end of the run."""
@@ -122,10 +127,8 @@ class Loop:
             stop=self._ended,
             wants_stop=self.wants_stop,
         )
-        self._ended.set()
-        while not self.stop.wait(POLL_S):  # this worker has nothing else to do
-            pass
-        return True
+        self._ended.set()  # later calls return at once
+        return False
 
     def train(self) -> None:
         """Train until the last step or an interruption."""
@@ -202,7 +205,7 @@ class Loop:
         return []
 
     def no_batch(self) -> list[Report]:
-        """Merge more responses for a batch and return their reports, or raise StarvedError."""
+        """Merge more responses for a batch; return their reports."""
         return []
 
     def stepped(self) -> dict[str, Any]:
@@ -234,7 +237,6 @@ class OwnerLoop(Loop):
         searching = () if self._is_sync else run.searchers
         self._searching = [search_workers(each, self.stop) for each in searching]
         self._merged_before = 0  # number of merged groups at the last step
-        self._warn_at = run.trainer.step_index + _WARN_AFTER
         if self._is_sync:
             self.owner.allow(0, -1)
 
@@ -251,21 +253,8 @@ class OwnerLoop(Loop):
             found.append(Worker("watchdog", self._watchdog.step, self.stop, idle_s=1.0))
         return found
 
-    def _deliver_next(self) -> bool:
-        is_delivered = super()._deliver_next()
-        self._announce()
-        return is_delivered
-
-    def _announce(self) -> None:
-        """Announce the newest delivered version to searchers of other processes."""
-        if (newest := self.run.weights.newest) is not None:
-            self.owner.version = newest
-
     def _until(
-        self,
-        is_done: Callable[[], bool],
-        what: str,
-        progress: Callable[[], Any] = lambda: None,
+        self, is_done: Callable[[], bool], what: str, progress: Callable[[], Any] = lambda: None
     ) -> None:
         """Wait for other threads and processes; with driver=sync, let the local searchers work.
 
@@ -409,9 +398,6 @@ class OwnerLoop(Loop):
         counts = owner.take_decode_counts()
         self._merged_before = owner.num_merged
         owner.note_step(run.trainer.step_index)
-        if run.trainer.step_index == self._warn_at:
-            for line in run.buffer.warnings():
-                run.logs.progress.note(line)
         run.record_evaluations()
         self._watchdog.kick()
         extra |= {"search/under_way": owner.num_under_way, "search/idle_s": sum(owner.idle_s)}

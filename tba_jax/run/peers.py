@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes of a run: joining, and the channels between the owner of the buffer and the others.
 
-The first trainer process owns replay buffer, ledger, tickets and evaluations. It runs a
-channel server, on which the other trainer processes request steps and searchers in other processes
-request tickets. The address and the token are exchanged once, when the processes join.
+The first trainer process owns the replay buffer and runs a channel server. Its address and token
+are exchanged once, when the processes join.
 """
 
 import secrets
@@ -20,10 +19,7 @@ from tba_jax.run.errors import UserError
 
 
 def start_cluster(config: Config, address: Address | None = None) -> Cluster:
-    """Set the options that JAX reads at its start, and join the other processes of a job.
-
-    Args:
-        address: address of the job; None: this process is alone.
+    """Set the options that JAX reads at its start, and join a job; None: there is no other process.
 
     Raises:
         PeerError: the other processes do not join.
@@ -36,9 +32,7 @@ def start_cluster(config: Config, address: Address | None = None) -> Cluster:
 
 
 def divide_cpu(num_devices: int) -> None:
-    """Divide the CPU into devices; if JAX has started already, check that it has enough.
-
-    JAX_NUM_CPU_DEVICES takes precedence.
+    """Divide the CPU into devices, unless JAX_NUM_CPU_DEVICES does.
 
     Raises:
         UserError: JAX has started with fewer devices.
@@ -59,13 +53,9 @@ def divide_cpu(num_devices: int) -> None:
             ) from error
 
 
-Peer = ChannelServer | Client
-"""Connection of a process: the owner's channel server, or a channel to the owner."""
-
-
 def connect(
     config: Config, cluster: Cluster, trainers: Sequence[int], owner: ChannelServer | None = None
-) -> Peer | None:
+) -> ChannelServer | Client | None:
     """Connect the processes of a job with the owner of the buffer; every process calls this.
 
     Args:
@@ -73,10 +63,7 @@ def connect(
         owner: in the owner's process, a server that already listens; None: make one.
 
     Returns:
-        The connection of this process; None if there is only one process.
-
-    Raises:
-        OSError: no port can be used.
+        None if there is only one process.
     """
     if cluster.num_processes > 1 and owner is None and cluster.number == trainers[0]:
         towards = cluster.coordinator.rpartition(":")[0]

@@ -55,15 +55,12 @@ class RunClock:
         self._start = time.perf_counter() if start is None else start
 
     def __call__(self) -> float:
-        """Return the running time, without the time between an interruption and the resume."""
         return time.perf_counter() - self._start
 
     def state(self) -> PartState:
-        """Return the running time, as the state of a part."""
         return PartState({}, self())
 
     def restore(self, state: PartState) -> None:
-        """Continue from the running time of earlier processes."""
         self._start -= state.meta
 
 
@@ -88,7 +85,6 @@ class Rewards(NamedTuple):
             each.check()
 
     def close(self) -> None:
-        """Stop the processes that compute rewards, and release the resources of the server."""
         for each in filter(None, self):
             each.close()
 
@@ -116,7 +112,6 @@ class Shared:
 
     @property
     def run_id(self) -> str:
-        """ID of the run in its work directory."""
         return run_id_of(self.workdir)
 
     @property
@@ -184,9 +179,6 @@ def open_shared(
     return Shared(config, folder, cluster, clock, sites, task, model, policy, tokenizer, rewards)
 
 
-# Devices.
-
-
 def open_sites(config: Config, placement: Division) -> Sites:
     """Return the sites of a division, with device locks for the asynchronous driver."""
     trainer, publication = placement.trainer_mesh, placement.publication_mesh
@@ -211,11 +203,7 @@ def open_sites(config: Config, placement: Division) -> Sites:
 
 
 def fleet_sites(config: Config, first_searcher: int) -> Sites:
-    """Divide the devices of a process of a fleet among its searchers.
-
-    Raises:
-        PlacementError: too few devices.
-    """
+    """Divide the devices of a process of a fleet among its searchers, or raise PlacementError."""
     each, devices = config.search.num_devices, jax.local_devices()
     groups = [tuple(devices[i : i + each]) for i in range(0, len(devices) - each + 1, each)]
     if not groups:
@@ -229,24 +217,8 @@ def fleet_sites(config: Config, first_searcher: int) -> Sites:
     return open_sites(config, found)
 
 
-# Weights of searchers.
-
-
-class Arrival(NamedTuple):
-    """Where published weights go.
-
-    Attributes:
-        shardings: shardings for each searcher.
-        merges: for each searcher, a function that merges adapters into the base weights; empty
-            without adapters.
-    """
-
-    shardings: list[Any]
-    merges: list[Callable[[Any], Any]]
-
-
-def make_arrival(shared: Shared, base: Any) -> Arrival:
-    """Return where published weights go.
+def make_arrival(shared: Shared, base: Any) -> tuple[list[Any], list[Callable[[Any], Any]]]:
+    """Return where published weights go: `shardings` and `merges` of `OnDevices`.
 
     Args:
         base: frozen parameters under adapters, on the publication mesh; None without adapters.
@@ -258,7 +230,7 @@ def make_arrival(shared: Shared, base: Any) -> Arrival:
         for site in sites.searchers
     ]
     if policy.adapters is None:
-        return Arrival(wanted, [])
+        return wanted, []
 
     # One base for each set of devices, in the decoder's layout and in full precision: adapters are
     # added before rounding.
@@ -273,16 +245,12 @@ def make_arrival(shared: Shared, base: Any) -> Arrival:
         if site not in merges:
             whole = on_mesh(site.mesh, weight_shardings(plain, site.mesh))
             of_kernels = lora.adapted(whole, policy)
-            own = lora.Base(
-                hand_over(kernels, of_kernels),
-                hand_over(rest, lora.unadapted(shardings, policy)),
-            )
-            merge = functools.partial(
-                lora.merge_into, own, config=policy, quantization=quantization
-            )
-            merges[site] = site.locked(merge)
+            of_rest = lora.unadapted(shardings, policy)
+            own = lora.Base(hand_over(kernels, of_kernels), hand_over(rest, of_rest))
+            options = {"config": policy, "quantization": quantization}
+            merges[site] = site.locked(functools.partial(lora.merge_into, own, **options))
     adapters = [model_parts.adapter_shardings(policy, site.mesh) for site in sites.searchers]
-    return Arrival(adapters, [merges[site] for site in sites.searchers])
+    return adapters, [merges[site] for site in sites.searchers]
 
 
 def make_stored_weights(shared: Shared) -> StoredWeights:
@@ -294,18 +262,16 @@ def make_stored_weights(shared: Shared) -> StoredWeights:
             param_dtype=jnp.dtype(config.model.param_dtype),
             shardings=param_shardings(shared.model.config, mesh),
         )
-    arrival, shapes = make_arrival(shared, base), model_parts.trained_shapes(config, policy)
+    shardings, merges = make_arrival(shared, base)
+    shapes = model_parts.trained_shapes(config, policy)
     program = model_parts.make_publication_program(config, shared.model.config, mesh)
     return StoredWeights(
         storage_of(shared.workdir),
-        placed_shapes(jax.eval_shape(program, shapes), arrival.shardings[0]),
-        arrival.shardings,
-        arrival.merges,
+        placed_shapes(jax.eval_shape(program, shapes), shardings[0]),
+        shardings,
+        merges,
         start=lambda i: shared.start_params(sites.searchers[i]),
     )
-
-
-# Searchers.
 
 
 def make_searchers(shared: Shared, weights: OnDevices | WeightFolder) -> tuple[SearchParts, ...]:
@@ -315,8 +281,7 @@ def make_searchers(shared: Shared, weights: OnDevices | WeightFolder) -> tuple[S
         return ()
     assert isinstance(weights, OnDevices), "a process that writes versions has no searchers"
     states = StateValues(config.objective.built.value("vine_tokens", 0))
-    key = jax.random.key(config.seed)
-    environments = rewards.environments
+    key, environments = jax.random.key(config.seed), rewards.environments
     task_parts.check_environments(config, shared.task, environments)
 
     def at_version(i: int, version: int) -> Published | None:
@@ -330,7 +295,20 @@ def make_searchers(shared: Shared, weights: OnDevices | WeightFolder) -> tuple[S
         site: model_parts.make_decoder(config, shared.model.config, shared.tokenizer, site)
         for site in dict.fromkeys(site.program_site for site in sites)
     }
-    given = {site: _make_given_scorer(shared, site) for site in dict.fromkeys(sites)}
+    given: dict[Site, GivenScorer | None] = dict.fromkeys(sites)
+    for site in given if config.task.start_path else ():
+        program = make_start_program(
+            shared.model.config,
+            model_parts.make_scoring(config, shared.tokenizer),
+            max_new_tokens=config.search.max_new_tokens,
+            site=site,
+        )
+        given[site] = GivenScorer(
+            program,
+            samples_per_prompt=config.search.samples_per_prompt,
+            temperature=config.search.sampling_temperature,
+            padding=model_parts.make_padding(config, shared.tokenizer),
+        )
     measures = task_parts.make_measures(
         config, shared.tokenizer, shared.model.config, rewards.gold, shared.start_params, sites
     )
@@ -362,45 +340,21 @@ def make_searchers(shared: Shared, weights: OnDevices | WeightFolder) -> tuple[S
     return tuple(parts)
 
 
-def _make_given_scorer(shared: Shared, site: Site) -> GivenScorer | None:
-    """Return the scorer of given responses on a site; None without task.start_path."""
-    config, tokenizer = shared.config, shared.tokenizer
-    if not config.task.start_path:
-        return None
-    return GivenScorer(
-        make_start_program(
-            shared.model.config,
-            model_parts.make_scoring(config, tokenizer),
-            max_new_tokens=config.search.max_new_tokens,
-            site=site,
-        ),
-        samples_per_prompt=config.search.samples_per_prompt,
-        temperature=config.search.sampling_temperature,
-        padding=model_parts.make_padding(config, tokenizer),
-    )
-
-
 def open_searchers(
-    config: Config,
-    workdir: Path,
-    searchers: Sequence[int],
-    cluster: Cluster | None = None,
+    config: Config, workdir: Path, searchers: Sequence[int], cluster: Cluster | None = None
 ) -> tuple[Shared, tuple[SearchParts, ...], StoredWeights]:
-    """Build searchers on the devices of this process, which does not train.
+    """Build consecutive searchers on the devices of this process, which does not train.
 
     Args:
-        searchers: consecutive searcher IDs.
         cluster: cluster of this process alone, in a job whose other processes train; None: the
             process belongs to a fleet.
-
-    Returns:
-        The arguments of `search_process.search`.
 
     Raises:
         PlacementError: too few devices. ValueError: as `open_shared`.
     """
     sites = fleet_sites(config, searchers[0]) if cluster is None else None
-    alone = cluster or Cluster()
-    shared = open_shared(config, workdir, cluster=alone, clock=RunClock(), sites=sites)
+    shared = open_shared(
+        config, workdir, cluster=cluster or Cluster(), clock=RunClock(), sites=sites
+    )
     weights = make_stored_weights(shared)
     return shared, make_searchers(shared, weights), weights

@@ -5,6 +5,7 @@ import collections
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
@@ -16,7 +17,7 @@ from tba_jax.config.schema import make_config
 from tba_jax.devices.config import parse_resources
 from tba_jax.devices.placement import divide
 from tba_jax.run.errors import FleetError, UserError, is_mendable
-from tba_jax.run.fleet import add_failure, connected, train_fleet
+from tba_jax.run.fleet import Fleet, connected, train_fleet
 from tba_jax.run.shared import open_sites
 
 FLEET = {"placement": "fleet", "task.name": "arithmetic"}
@@ -61,13 +62,141 @@ def test_a_trainer_group_has_all_devices_of_its_processes():
     assert sites.searchers == () and sites.num_searchers == 4
 
 
-def test_failures_count_without_a_checkpoint_in_between():
-    failures = collections.Counter()
+class Died(Exception):
+    """The process of an actor ended; Ray names it so."""
+
+
+class Raised(Exception):
+    """An actor raised an error; Ray keeps it as the cause."""
+
+    cause = OSError("no weights")
+
+
+class FakeRay:
+    """Actors whose calls end as a test says."""
+
+    exceptions = types.SimpleNamespace(RayTaskError=Raised, RayActorError=Died)
+
+    def __init__(self):
+        self.ended, self.calls, self.killed = {}, collections.defaultdict(list), []
+
+    def remote(self, kind):
+        def call(*arguments):
+            self.calls[kind.__name__].append(object())
+            return self.calls[kind.__name__][-1]
+
+        method = types.SimpleNamespace(remote=call)
+        ignored = types.SimpleNamespace(remote=lambda: "127.0.0.1:1")
+        handle = types.SimpleNamespace(run=method, address=ignored, interrupt=ignored)
+        actor = types.SimpleNamespace(remote=lambda: handle)
+        actor.options = lambda **options: actor
+        return actor
+
+    def wait(self, calls, num_returns, timeout):
+        return [call for call in calls if call in self.ended], []
+
+    def get(self, call):
+        raise self.ended.pop(call)
+
+    def kill(self, handle, no_restart=True):
+        self.killed.append(handle)
+
+
+@pytest.fixture
+def fleet(tmp_path):
+    """A fleet of one trainer and two searchers; `fail` ends the newest process of a kind."""
+    pytest.importorskip("ray", reason="a fleet needs the extra `fleet`")
+    ray, config = FakeRay(), make_config({**FLEET, "fleet.max_searchers": 2, "num_searchers": 2})
+    made = Fleet(ray, config, tmp_path, types.SimpleNamespace(wait=lambda timeout_s: True))
+
+    def fail(kind, error, times=1):
+        for _ in range(times):
+            ray.ended[ray.calls[kind][-1]] = error
+            assert made.look(False) is None
+
+    made.fail = fail
+    made.look(False)
+    return made
+
+
+def test_failures_count_without_a_checkpoint_in_between(fleet, tmp_path):
     for step in range(3):  # hours of rare failures
-        for _ in range(5):
-            add_failure(failures, "a process", step, "OSError")
-    with pytest.raises(FleetError, match="a process failed 6 times without .* time: OSError. Fix"):
-        add_failure(failures, "a process", 2, "OSError")
+        fleet.fail("SearcherProcess", Raised(), 5)
+        fleet.fail("TrainerProcess", Died("gone"), 5 - step)
+        (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
+    fleet.fail("TrainerProcess", Died("gone"), 5)
+    with pytest.raises(FleetError, match="the trainer failed 6 times .* its process ended. Fix"):
+        fleet.fail("TrainerProcess", Died("gone"))
+
+
+def test_a_return_of_the_trainer_clears_the_failures_of_searchers(fleet):
+    """An absence of 20 minutes: searchers fail now and then, and the trainer comes back."""
+    for _ in range(4):
+        fleet.fail("SearcherProcess", Raised(), 5)
+        fleet.fail("TrainerProcess", Died("gone"))
+    fleet.fail("SearcherProcess", Raised(), 5)
+    with pytest.raises(FleetError, match="searchers 0 to 1 failed 6 times .*: no weights. Fix"):
+        fleet.fail("SearcherProcess", Raised())
+
+
+PENDING = """
+import os, signal, sys, time
+from pathlib import Path
+from tba_jax.config.schema import make_config
+from tba_jax.run import fleet
+
+folder, killed = Path(sys.argv[1]), []
+
+def note(name):
+    (folder / f"{name}-{os.getpid()}").touch()
+
+class Trainer(fleet.TrainerProcess):
+    def run(self, *arguments):
+        note("trainer")
+        while not (folder / "end").exists():
+            time.sleep(0.05)
+        return "done"
+
+class Searcher:
+    def run(self, *arguments):
+        note("searcher")
+        time.sleep(600)
+
+fleet.TrainerProcess, fleet.SearcherProcess = Trainer, Searcher
+
+def count(name):
+    return len(list(folder.glob(f"{name}-*")))
+
+def interrupted():
+    if count("trainer") == 1 and count("searcher") == 1:
+        time.sleep(1.0)  # a second searcher waits for resources
+        if not killed:
+            (trainer,) = folder.glob("trainer-*")
+            killed.append(int(trainer.name.split("-")[1]))
+            os.kill(killed[0], signal.SIGKILL)
+    elif count("trainer") == 2:
+        (folder / "end").touch()
+    return False
+
+config = make_config({"placement": "fleet", "fleet.max_searchers": 2, "num_searchers": 1,
+                      "fleet.trainer": "CPU=1,big=1", "fleet.searcher": "CPU=1,big=1"})
+import ray
+init = ray.init
+ray.init = lambda **options: init(**{**options, "num_cpus": 2, "resources": {"big": 2}})
+flag = type("Flag", (), {"check": staticmethod(lambda: None)})
+print(fleet.train_fleet(config, folder, flag, interrupted=interrupted), count("searcher"))
+"""
+
+
+def test_a_searcher_that_waits_does_not_take_the_place_of_a_trainer_that_restarts(tmp_path):
+    pytest.importorskip("ray", reason="a fleet needs the extra `fleet`")
+    done = subprocess.run(
+        [sys.executable, "-c", PENDING, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+        capture_output=True, text=True, timeout=170, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "done 1"
 
 
 START = """
