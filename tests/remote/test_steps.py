@@ -8,13 +8,17 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fake_groups import PADDED, make_draws
+from fake_groups import make_groups
 
-from tba_jax.flow.layout import Batch
+from tba_jax.flow.layout import Batch, RowLayout
+from tba_jax.flow.padding import Padding
+from tba_jax.flow.trajectory import Draw
 from tba_jax.remote.channel import Channel, ChannelServer
 from tba_jax.remote.client import Client
 from tba_jax.remote.messages import Plan, decode, encode
 from tba_jax.remote.owner import Owner, OwnerSettings
+
+LAYOUT = RowLayout(1, 2, Padding((4,), (8,), 0))
 
 
 def no():
@@ -25,10 +29,15 @@ def yes():
     return True
 
 
+def make_draws():
+    (group,) = make_groups({0: [[3], [3, 4, 5, 6]]})
+    return [Draw(group.prompt, group.trajectories, True, (0, 1))]
+
+
 def make_owner(*, has_others=True, is_ready=yes, is_publishing=None):
     buffer = SimpleNamespace(draw=lambda *_: make_draws() if is_ready() else None)
     settings = OwnerSettings("1/r", 0, 0, has_others, 4, 1.0, 0, 0, 2)
-    return Owner(settings, buffer, None, None, PADDED, is_publishing=is_publishing, log=print)
+    return Owner(settings, buffer, None, None, LAYOUT, is_publishing=is_publishing, log=print)
 
 
 def request(owner, step, wants_stop=False):
