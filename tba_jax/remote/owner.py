@@ -106,9 +106,8 @@ class Owner:
     Attributes:
         has_ended: whether the run has ended; later messages of searchers are refused.
         wants_stop: whether another process of the run received a stop signal.
-        is_sampling: whether tickets may begin; False: evaluation shards only.
         version: newest complete policy version, for searchers of other processes.
-        idle_s: seconds without work of each searcher, over all processes that ran it.
+        idle_s: seconds without work of each searcher.
         decoded_tokens: sampled tokens of all results.
         num_skipped: number of too long prompts that were left out, with repeats.
         num_merged: number of merged results of this process.
@@ -129,7 +128,7 @@ class Owner:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.settings, self.evaluations = settings, evaluations
-        self.has_ended, self.wants_stop, self.is_sampling, self.version = False, False, True, -1
+        self.has_ended, self.wants_stop, self.version = False, False, -1
         self.decoded_tokens = self.num_skipped = self.num_merged = 0
         self.remote_searchers = range(settings.num_local, settings.num_searchers)
         self._buffer, self._prompts, self._layout = buffer, prompts, layout
@@ -237,7 +236,7 @@ class Owner:
     def _begin(self, version: int) -> Ticket | None:
         """Return the next ticket; None if none may begin with weights of this version."""
         is_new = not self._again
-        if not self.is_sampling or version < 0 or not self._admits(version, is_new):
+        if version < 0 or not self._admits(version, is_new):
             return None
         number = self._next if is_new else heapq.heappop(self._again)
         if number < self.num_given:
@@ -293,7 +292,7 @@ class Owner:
     def merge(self, step: int, most: int | None = None) -> list[Report]:
         """Move results into the buffer, in the order of their numbers, and check the ledger.
 
-        At `step` completed training steps; `most` is the limit of results for an exact lag.
+        `step` training steps are completed; `most` limits the results, for an exact lag.
         """
         with self._lock:
             numbers = sorted(self._results)[:most]
@@ -318,7 +317,7 @@ class Owner:
             self._step, self._num_fresh = step, num_fresh
 
     def allow(self, total: int, version: int) -> None:
-        """Let `total` tickets of the run begin, with this version (driver=sync)."""
+        """Let `total` tickets of the run begin, with this version; (0, -1): none, until later."""
         with self._lock:
             self._allowed = total, version
             left = total - self._num_begun + len(self._again)
@@ -354,7 +353,7 @@ class Owner:
     # Searchers of other processes.
 
     def handlers(self) -> Mapping[str, Handler]:
-        """Return the calls of other processes, by the name of their channel method."""
+        """Return the handlers of a channel server."""
         return {
             "join": lambda data: encode(self.join(*decode(data, tuple))),
             "search": lambda data: self.answer(*decode(data, tuple)),

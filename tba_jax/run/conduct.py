@@ -20,7 +20,7 @@ from tba_jax.devices.worker import StopFlag
 from tba_jax.remote.channel import ChannelServer
 from tba_jax.remote.client import Client
 from tba_jax.replay.buffer import ReplayBuffer
-from tba_jax.report.jsonl import LogError, jsonable, stream_jsonl
+from tba_jax.report.jsonl import jsonable, stream_jsonl
 from tba_jax.report.process import ReportProcess
 from tba_jax.report.progress import ProgressDisplay
 from tba_jax.report.writers import make_tracker
@@ -140,14 +140,7 @@ def write_report_json(run: Run) -> dict[str, Any]:
     if metrics := run.fleet_metrics():
         report["fleet"] = {name.removeprefix("fleet/"): x for name, x in metrics.items()}
     report = jsonable(report)
-    path = run.shared.workdir / "report.json"
-    try:
-        write_json(path, report)
-    except OSError as error:
-        raise LogError(
-            f"writing {path} failed: {error}. Free space or repair the storage, then run the same "
-            "command again"
-        ) from error
+    write_json(run.shared.workdir / "report.json", report)
     return report
 
 
@@ -161,16 +154,14 @@ def _samples(run: Run, before: Mapping[str, Any], after: Mapping[str, Any]) -> l
     prompts = run.evaluator.prompts
     if len(prompts) == 1:  # Show several responses of the only prompt.
         prompts = prompts * len(before["texts"])
-    names = ("before", "before_reward", "after", "after_reward")
-    shown = zip(before["texts"], before["rewards"], after["texts"], after["rewards"], strict=False)
-    return [
-        {
-            "prompt": prompt.text,
-            "answer": prompt.columns.get("answer", ""),
-            **dict(zip(names, values, strict=True)),
-        }
-        for prompt, values in zip(prompts, shown, strict=False)
-    ]
+    shown = zip(
+        [prompt.text for prompt in prompts],
+        [prompt.columns.get("answer", "") for prompt in prompts],
+        *(before["texts"], before["rewards"], after["texts"], after["rewards"]),
+        strict=False,
+    )
+    names = ("prompt", "answer", "before", "before_reward", "after", "after_reward")
+    return [dict(zip(names, values, strict=True)) for values in shown]
 
 
 def economy_summary(buffer: ReplayBuffer) -> dict[str, Any]:
@@ -186,9 +177,6 @@ def staleness_summary(counts: Mapping[int, int]) -> dict[str, float]:
     """
     if not counts:
         return {}
-    values = np.array(sorted(counts))
-    uses = np.array([counts[int(value)] for value in values])
-    at = np.searchsorted(np.cumsum(uses), np.array([0.5, 0.95]) * uses.sum())
-    p50, p95 = (int(value) for value in values[at])
-    mean = float(np.average(values, weights=uses))
-    return {"mean": mean, "p50": p50, "p95": p95, "max": int(values[-1])}
+    uses = np.repeat([*counts], [*counts.values()])
+    p50, p95 = np.percentile(uses, [50, 95], method="inverted_cdf").tolist()
+    return {"mean": float(uses.mean()), "p50": p50, "p95": p95, "max": int(uses.max())}

@@ -415,7 +415,7 @@ class OwnerLoop(Loop):
         run.record_evaluations()
         if run.evaluated.last_eval_step < step:
             run.logs.progress.phase("evaluating the final policy")
-            self.owner.is_sampling = False
+            self.owner.allow(0, -1)
             run.trainer.publish()
             self._deliver()
             self._evaluate(step)

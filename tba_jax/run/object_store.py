@@ -42,8 +42,7 @@ def opened(address: str) -> Iterator[tuple[Path, StopFlag]]:
         The local folder, and the flag of the lock.
 
     Raises:
-        UserError: the store cannot be used, another process holds the directory, or it has files
-            and no config.json.
+        UserError: the store or the directory cannot be used, or another process holds it.
     """
     root = _root(address)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -64,11 +63,7 @@ def opened(address: str) -> Iterator[tuple[Path, StopFlag]]:
 
 
 def upload(workdir: Path) -> None:
-    """Upload the small files of a run; do nothing for a local work directory.
-
-    Raises:
-        OSError: the store refuses.
-    """
+    """Upload the small files of a run, unless its work directory is local."""
     root = storage_of(workdir)
     for path in _files(epath.Path(workdir)) if is_address(root) else ():
         path.copy(root / path.relative_to(workdir), overwrite=True)
@@ -77,11 +72,8 @@ def upload(workdir: Path) -> None:
 def run_folder(text: str | os.PathLike[str], what: str) -> Path:
     """Return a local work directory to read; for an object store, a temporary copy of small files.
 
-    Args:
-        what: name of the command-line argument.
-
     Raises:
-        UserError: the store cannot be read, or holds no run.
+        UserError: the store cannot be read, or holds no run; `what` names the argument.
     """
     if not is_address(text):
         return local_folder(text, what)

@@ -25,10 +25,8 @@ _LOOK_S = 0.5  # seconds between two requests of a process that waits for the en
 
 def search_workers(searcher: Searcher, stop: StopFlag) -> tuple[Worker, Worker]:
     """Return the two workers of a searcher: decoding and grading."""
-    return (
-        Worker(f"searcher-{searcher.index}", searcher.step, stop, idle_s=POLL_S),
-        Worker(f"grader-{searcher.index}", searcher.grade, stop, idle_s=POLL_S),
-    )
+    decoding = Worker(f"searcher-{searcher.index}", searcher.step, stop, idle_s=POLL_S)
+    return decoding, Worker(f"grader-{searcher.index}", searcher.grade, stop, idle_s=POLL_S)
 
 
 def stop_workers(workers: Iterable[Worker], stop: StopFlag) -> None:
@@ -52,8 +50,6 @@ def search(
 
     Args:
         identity: `Shared.identity`.
-        parts: parts of each searcher.
-        weights: source of the weights that the searchers sample with.
         wants_stop: returns whether this process received a stop signal; sent to the owner.
 
     Raises:
@@ -72,11 +68,7 @@ def search(
 
 
 def wait_for_end(client: Client) -> None:
-    """Wait until the run ends, in a process without searchers.
-
-    Raises:
-        PeerError: the owner does not respond.
-    """
+    """Wait until the run ends, in a process without searchers."""
     with contextlib.suppress(RunEnded):
         while True:
             client.join((), "")

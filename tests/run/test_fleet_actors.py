@@ -188,6 +188,7 @@ print(fleet.train_fleet(config, folder, flag, interrupted=interrupted), count("s
 """
 
 
+@pytest.mark.slow  # a cluster takes most of the time
 def test_a_searcher_that_waits_does_not_take_the_place_of_a_trainer_that_restarts(tmp_path):
     pytest.importorskip("ray", reason="a fleet needs the extra `fleet`")
     done = subprocess.run(

@@ -22,11 +22,11 @@ def make_run(owner=None, **fields):
         config=make_config({"batch.num_prompts": 2, "search.samples_per_prompt": 2, **fields}),
         evaluated=SimpleNamespace(last_eval_step=0),
         is_evaluation_due=lambda step, newest: False,
+        record_evaluations=lambda: False,
         weights=weights,
         owner=owner,
         server=None,
         searchers=(),
-        sections={},
         trainer=SimpleNamespace(step_index=0),
     )
 
