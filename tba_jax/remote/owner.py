@@ -81,10 +81,9 @@ class OwnerSettings(NamedTuple):
 
 @dataclasses.dataclass
 class _Process:
-    """Another process that runs searchers, with its last request and the response."""
+    """Another process, with the searchers that it runs, its last request, and the response."""
 
-    host: str
-    name: str  # of its searchers, for log lines
+    name: str
     searchers: Sequence[int]
     last_message_s: float
     is_lost: bool = False
@@ -364,7 +363,7 @@ class Owner:
         """Let a process run searchers, and return its place, a name for its requests.
 
         Previous processes of the searchers are lost. Without searchers, a process only waits for
-        the end of the run. `host` names it in log lines; `identity` is as in `OwnerSettings`.
+        the end of the run. `host` names it; `identity` is as in `OwnerSettings`.
 
         Raises:
             RunEnded: the run has ended. ValueError: the process has other code.
@@ -372,9 +371,7 @@ class Owner:
         with self._lock:
             if self.has_ended:
                 raise RunEnded("the run has ended")
-            if not searchers:
-                return ""
-            if identity != self.settings.identity:
+            if searchers and identity != self.settings.identity:
                 raise ValueError(
                     f"its code and run are {identity}, wanted {self.settings.identity}. Start the "
                     "same command, with the same version of tba_jax, on every machine"
@@ -384,8 +381,8 @@ class Owner:
                     self._lose(process)
                     del self._processes[place]
             self._num_joins += 1
-            name = f"searchers {searchers[0]} to {searchers[-1]} on {host}"
-            place, process = uuid.uuid4().hex, _Process(host, name, searchers, self._clock())
+            name = f"searchers {[*searchers]} on {host}"
+            place, process = uuid.uuid4().hex, _Process(name, searchers, self._clock())
             self._processes[place] = process
             self._log(f"{process.name} joined")
             return place
@@ -467,7 +464,7 @@ class Owner:
         """Return metrics of the searchers of other processes by name."""
         with self._lock:
             counts = {
-                "hosts": len({each.host for each in self._connected()}),
+                "hosts": len(self._connected()),
                 "searchers": len(self.remote_searchers) - len(self.absent),
                 "slots": len(self.remote_searchers),
                 "joins": self._num_joins,

@@ -111,7 +111,7 @@ def _search(
     from tba_jax.run.shared import open_searchers
 
     if not searchers:
-        return wait_for_end(link)
+        return wait_for_end(link, interrupted)
     shared, parts, weights = open_searchers(config, workdir, searchers, cluster)
     with contextlib.closing(shared.rewards) as rewards:
         rewards.check()

@@ -20,7 +20,7 @@ from tba_jax.weights.memory import DELIVERY_S, Weights
 POLL_S = 0.002
 """Sleep of a thread that has nothing to do."""
 _STOP_S = 10.0  # time that threads get to end their current step
-_LOOK_S = 0.5  # seconds between two requests of a process that waits for the end of the run
+_LOOK_S = 0.5  # seconds between two looks of a process that waits for the end of the run
 
 
 def search_workers(searcher: Searcher, stop: StopFlag) -> tuple[Worker, Worker]:
@@ -67,11 +67,12 @@ def search(
             client.log(str(rewind))
 
 
-def wait_for_end(client: Client) -> None:
-    """Wait until the run ends, in a process without searchers."""
+def wait_for_end(client: Client, wants_stop: Callable[[], bool]) -> None:
+    """Wait until the run ends, in a process without searchers; the owner receives its signal."""
     with contextlib.suppress(RunEnded):
+        client.join((), "")
         while True:
-            client.join((), "")
+            client.exchange(wants_stop)
             time.sleep(_LOOK_S)
 
 

@@ -108,9 +108,7 @@ def test_a_silent_process_is_lost_until_its_next_message():
         house.now += 6.0
         house.owner.answer(other, number, False, (Mail(1, idle_s=6.0), Mail(2)))
         house.owner.lose_silent()
-    assert house.lines[-1] == (
-        "searchers 0 to 0 on a: no message for 36 s; their tickets begin again"
-    )
+    assert house.lines[-1] == ("searchers [0] on a: no message for 36 s; their tickets begin again")
     assert house.owner.absent == [0] and house.owner.ledger()["lost"] == 2 * S
     house.owner.answer(silent, 0, False, (Mail(0),))
     assert house.owner.absent == [] and house.owner.idle_s == [0.0, 36.0, 0.0]
@@ -273,9 +271,8 @@ def test_a_process_of_another_run_or_of_none_is_told_so():
     house = House()
     with pytest.raises(ValueError, match="its code and run are 2/r, wanted 1/r. Start the same"):
         join(house, identity="2/r")
-    house.owner.join((), "idle", "")
-    place = join(house, 1)
-    assert not house.owner.wants_stop
+    place = house.owner.join((), "idle", "")
+    assert not house.owner.wants_stop and house.owner.absent == [0, 1]
     house.owner.answer(place, 0, True, ())
     assert house.owner.wants_stop
     house.owner.has_ended = True
