@@ -44,8 +44,7 @@ WATCHED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 def open_test_cache() -> Path:
     """Keep what tests compile for the next session; return the folder.
 
-    Most of the suite's time is compilation, and most programs are those of the last session. The
-    folder is shared by the workers of a session and by all checkouts of a user. It has no lock,
+    The folder is shared by the workers of a session and by all checkouts of a user. It has no lock,
     which JAX takes together with a scan of all files: a program that is read while another worker
     writes it is compiled again (see `filterwarnings`).
     """

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from fake_groups import make_trajectory
 from fake_models import random_params, tiny_config
 from jax.sharding import Mesh
 
 from tba_jax.devices.placement import MESH_AXES
 from tba_jax.flow.layout import RowLayout
 from tba_jax.flow.padding import Padding
-from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
+from tba_jax.flow.trajectory import Draw, Prompt
 from tba_jax.models.scoring import Scoring
 from tba_jax.settings import Schedule
 from tba_jax.train.objectives import make_objective
@@ -43,33 +44,22 @@ def make_draws(p=4, k=4, prompt=4, t=6, seed=0, repeats=None):
 
     def trajectory(i, j):
         n = lengths[i, j]
-        return Trajectory(
-            prompt_id=i,
-            response_tokens=tokens[i, j, prompt : prompt + n],
-            reward=float(rewards[i, j]),
-            reward_parts={},
-            behavior_token_logprobs=rng.normal(-2, 0.5, n).astype(np.float32),
-            version_min=0,
+        y = make_trajectory(i, tokens[i, j, prompt : prompt + n], reward=float(rewards[i, j]))
+        behavior, reference = (rng.normal(-2, 0.5, n).astype(np.float32) for _ in range(2))
+        return replace(
+            y,
+            behavior_token_logprobs=behavior,
+            reference_token_logprobs=reference,
             version_max=0,
-            searcher=0,
-            ticket=0,
             sampling_temperature=1.0,
-            finish_reason="eos",
-            reference_token_logprobs=rng.normal(-2, 0.5, n).astype(np.float32),
         )
 
     draws = []
     for i in range(p):
         own = [trajectory(i, j) for j in range(k)]
         drawn = [j for j in range(k) for _ in range(1 if repeats is None else repeats[i][j])]
-        draws.append(
-            Draw(
-                prompt=Prompt(i, "", tokens[i, 0, :prompt], {}),
-                trajectories=tuple(own[j] for j in drawn),
-                is_fresh=True,
-                ids=tuple(drawn),
-            )
-        )
+        asked = Prompt(i, "", tokens[i, 0, :prompt], {})
+        draws.append(Draw(asked, tuple(own[j] for j in drawn), True, tuple(drawn)))
     return draws
 
 

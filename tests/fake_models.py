@@ -8,7 +8,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+import tokenizers
 from jax.sharding import NamedSharding, PartitionSpec
+from tokenizers import Tokenizer, decoders, pre_tokenizers
 
 from tba_jax.decoding.engine import Decoder
 from tba_jax.models import lora, transformer
@@ -27,7 +29,6 @@ TOLERANCE = 1e-5
 # 0.3e-4 to 1.4e-4 nats over the golden models, up to 7e-4 over those of test_parity; torch's own
 # bfloat16 loses as much.
 BFLOAT16_KL = 1e-3
-
 
 # Largest logit of the embedded start model over the texts of the tests, rounded up.
 START_MODEL_LOGIT = 16.0
@@ -220,15 +221,10 @@ def tiny_config(**changes):
 
 def random_params(config, seed=0):
     """Parameters from numpy: what `init_params` gives, without its compile time."""
-    import jax
-    import numpy as np
-
-    from tba_jax.models.transformer import abstract_params
-
     rng = np.random.default_rng(seed)
     return jax.tree.map(
-        lambda x: jax.numpy.asarray(rng.normal(size=x.shape, scale=0.3), x.dtype),
-        abstract_params(config),
+        lambda x: jnp.asarray(rng.normal(size=x.shape, scale=0.3), x.dtype),
+        transformer.abstract_params(config),
     )
 
 
@@ -261,14 +257,10 @@ def write_word_tokenizer(folder, size, *, eos, pad, shift=0):
         eos, pad: the words that end a response and pad.
         shift: of ids against words.
     """
-    from pathlib import Path
-
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     vocab = {f"<{i}>": (i + shift) % size for i in range(size)}
-    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=f"<{pad}>"))
+    tokenizer = Tokenizer(tokenizers.models.WordLevel(vocab, unk_token=f"<{pad}>"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=False)
     tokenizer.save(str(folder / "tokenizer.json"))

@@ -75,11 +75,20 @@ class CountdownSampler(Sampler):
         return GroupSession(self, SingleTurnSession(session))
 
 
-class FirstToken:
-    """The first token's id."""
+class ByFunction:
+    """Rewards by a function of (text, token IDs), None of which has the reason "none"."""
+
+    def __init__(self, function):
+        self.function = function
 
     async def score(self, completions):
-        return Scores([float(x[0]) for x in completions.ids], [None] * len(completions.ids), "")
+        prompts, texts, columns, ids, has_eos = completions
+        assert {len(x) for x in (prompts, texts, ids, has_eos, *columns.values())} == {len(ids)}
+        rewards = [self.function(text, y) for text, y in zip(texts, ids, strict=True)]
+        return Scores(rewards, ["none" if r is None else None for r in rewards], "")
+
+
+FIRST_TOKEN = ByFunction(lambda text, ids: float(ids[0]))
 
 
 class OneToken:
@@ -92,7 +101,7 @@ class OneToken:
 class World:
     """A searcher over such sessions, and the owner that it takes tickets from."""
 
-    def __init__(self, lengths=lambda i, j: 1, *, in_flight=True, reward=FirstToken, **settings):
+    def __init__(self, lengths=lambda i, j: 1, *, in_flight=True, reward=FIRST_TOKEN, **settings):
         self.version = 0
         self.house = House(1, prompts=OneToken(), **settings)
         self.owner = self.house.owner
@@ -103,7 +112,7 @@ class World:
             weights=lambda: Published(self.version, None),
             evaluated=lambda version: None,
             sampler=sampler,
-            grader=Grader(reward(), lambda rows: ["x"] * len(rows), lambda text: None, ""),
+            grader=Grader(reward, lambda rows: ["x"] * len(rows), lambda text: None, ""),
             evaluator=None,
             given=None,
             swaps_in_flight=in_flight,

@@ -22,8 +22,7 @@ def fake_workdir(
 
     Args:
         path: directory to fill.
-        num_steps: steps the run was asked for.
-        made_steps: steps it made; None: all.
+        num_steps, made_steps: steps the run was asked for, and made; None: all.
         report: whether report.json was written.
         metric: the headline metric.
         changes: further config fields.

@@ -6,12 +6,13 @@ Nothing here reaches a network: `gcloud`, `ssh` and `scp` on the scripts' PATH a
 
 import contextlib
 import json
-import os
 import shlex
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import psutil
 
 ROOT = Path(__file__).parents[1]
 FAKE = ROOT / "tests" / "fake_gcloud"
@@ -117,10 +118,6 @@ class Cloud:
         found = map(json.loads, _lines(self.folder / "cloud/calls.jsonl"))
         return [call for call in found if set(words) <= set(call[:4])]
 
-    def fail(self, command):
-        """Have the next call of a command of the fake fail."""
-        (self.folder / "cloud/failing").write_text(command)
-
     def preempt(self, name="test"):
         """Take the slice away."""
         gcloud = [str(FAKE / "gcloud"), "fake-preempt", name]
@@ -129,18 +126,6 @@ class Cloud:
     def homes(self):
         """Home directories of the workers that exist."""
         return sorted((self.folder / "cloud/disks").glob("*-w-*"))
-
-    def processes(self, home):
-        """Ids of the processes that run in a home directory."""
-        found = []
-        for process in Path("/proc").glob("[0-9]*"):
-            try:
-                environment = (process / "environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if f"HOME={home}".encode() in environment:
-                found.append(int(process.name))
-        return found
 
     def bucket_lines(self, name):
         """Lines of a file in the share that all workers see."""
@@ -159,7 +144,8 @@ class Cloud:
         for process, _ in self._started:
             process.kill()
             process.wait()
-        for home in [*self.homes(), self.box]:
-            for pid in self.processes(home):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, 9)
+        homes = [str(home) for home in [*self.homes(), self.box]]
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("HOME") in homes:
+                    process.kill()

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tba_jax.bench import accelerator, harness, rl_step, time_to_accuracy
+from tba_jax.bench import accelerator, harness, rl_step
 from tba_jax.bench.accelerator import Part
 
 # A side: its behaviour is in the job.
@@ -74,19 +74,10 @@ def test_a_bad_option_is_refused(benchmark, option, message, capsys):
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--micro_batch_rows=12"], "does not divide the 128 rows of a step"),
-        (["--peers=trl", "--peer_python=/no/python"], "/no/python: [Errno 2] No such file"),
-        (["--peers=trl"], "No package metadata was found for no_such_package"),
-    ],
-)
-def test_what_cannot_be_measured_is_one_line(options, message, capsys, monkeypatch):
-    monkeypatch.setattr("tba_jax.bench.trl_peer.PACKAGES", ("jax", "no_such_package"))
-    assert rl_step.main(options) == 1
+def test_what_cannot_be_measured_is_one_line(capsys):
+    assert rl_step.main(["--peers=trl", "--peer_python=/no/python"]) == 1
     error = capsys.readouterr().err
-    assert message in error and len(error.splitlines()) == 1
+    assert "/no/python: [Errno 2] No such file" in error and len(error.splitlines()) == 1
 
 
 def part(name, code):
@@ -110,34 +101,3 @@ def test_a_part_that_fails_or_hangs_costs_itself_and_its_time(tmp_path, monkeypa
     assert written["dry_run"] and written["parts"] == results
     results = accelerator.measure(parts[1:], tmp_path, 1.0, is_dry=True)
     assert results["good"]["status"] == "not started within 1 s (--budget_s)"
-
-
-# Writes a log, one of its lines in two pieces; the accuracies are its arguments.
-LOGGED = """
-import json, pathlib, sys, time
-with open(sys.argv[1], "w") as out:
-    for step, accuracy in enumerate([None, *map(float, sys.argv[2:])], start=1):
-        text = json.dumps({"step": step} | ({} if accuracy is None else {"accuracy": accuracy}))
-        out.write(text[:5]); out.flush(); time.sleep(0.05); out.write(text[5:] + "\\n"); out.flush()
-time.sleep(60 if len(sys.argv) > 3 else 0)
-"""
-
-
-def watch(folder, *accuracies, code=LOGGED):
-    """What is told of a process that logs these accuracies and is asked for 0.9."""
-    folder.mkdir()
-    log = folder / "log.jsonl"
-    command = [sys.executable, "-c", code, str(log), *map(str, accuracies)]
-    return time_to_accuracy.watch("side", command, {}, log, "accuracy", 0.9)
-
-
-def test_a_process_is_ended_where_it_has_reached_the_accuracy(tmp_path):
-    reached = watch(tmp_path / "a", 0.5, 0.9, 1.0)
-    assert reached["steps"] == 3 and reached["from_command_s"] == reached["accuracies"][-1][2]
-    assert [x[:2] for x in reached["accuracies"]] == [(2, 0.5), (3, 0.9)]
-    difference = reached["from_command_s"] - reached["first_step_s"]
-    assert reached["after_first_step_s"] == difference > 0
-    below = watch(tmp_path / "b", 0.5)
-    assert below["from_command_s"] == below["steps"] == float("inf")
-    with pytest.raises(ValueError, match="side failed with exit code 1: ZeroDivisionError"):
-        watch(tmp_path / "c", code="1/0")

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bad inputs and bad storage: each command ends with one line and no traceback.
+"""Bad storage: each command ends with one line and no traceback.
 
-run/test_preflight.py and config/ have the mistakes that no file system is needed for.
+Bad inputs: run/test_preflight.py, config/, tasks/test_rows.py, models/test_hf_weights.py.
 """
 
 import os
@@ -9,10 +9,7 @@ import shutil
 import subprocess
 import sys
 
-import numpy as np
 import pytest
-from red_team_models import write_llama
-from safetensors.numpy import load_file, save_file
 
 from tests.integration import commands
 
@@ -34,45 +31,6 @@ def check_one_line(done, text):
     (line,) = done.stderr.splitlines()
     assert line.startswith("error: ") and text in line, line
     assert "bug report" not in line and len(line) < 2000, line
-
-
-def cast_weights_to_int32(folder):
-    path = folder / "model" / "model.safetensors"
-    save_file({name: x.astype(np.int32) for name, x in load_file(path).items()}, path)
-
-
-def replace_data_by_a_pipe(folder):
-    (folder / "rows.jsonl").unlink()
-    os.mkfifo(folder / "rows.jsonl")  # no process writes to it
-
-
-def end_the_process(folder):
-    (folder / "score.py").write_text("import os\nos._exit(1)")
-
-
-@pytest.mark.parametrize(
-    ("spoil", "text"),
-    [
-        (replace_data_by_a_pipe, "rows.jsonl cannot be read (not a regular"),
-        (cast_weights_to_int32, "(I32)"),
-        (end_the_process, "its process ended (at its start"),
-    ],
-)
-def test_an_unusable_file_of_the_user_is_one_line(spoil, text, tmp_path, cache):
-    write_llama(tmp_path / "model")
-    (tmp_path / "rows.jsonl").write_text("".join(f'{{"prompt": "a{i % 10}"}}\n' for i in range(40)))
-    reward = "def score(prompts, completions, **columns):\n    return [1.0] * len(completions)\n"
-    (tmp_path / "score.py").write_text(reward)
-    arguments = [
-        f"--workdir={tmp_path}/run",
-        "--config=custom",
-        f"--config.model.path={tmp_path}/model",
-        f"--config.task.data_path={tmp_path}/rows.jsonl",
-        f"--config.task.reward={tmp_path}/score.py:score",
-        "--config.num_steps=2",
-    ]
-    spoil(tmp_path)
-    check_one_line(command("main", *arguments, folder=tmp_path, cache=cache), text)
 
 
 @pytest.fixture(scope="module")

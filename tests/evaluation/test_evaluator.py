@@ -9,27 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fake_models import load_folder
+from fake_search import ByFunction
 
 from tba_jax.config.schema import make_config
 from tba_jax.evaluation.evaluator import pass_at_k
 from tba_jax.flow.tickets import EvaluationShard
 from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.rewards.scores import Scores
 from tba_jax.run.model_parts import START_MODEL, make_decoder
 from tba_jax.run.task_parts import make_evaluator, make_grader, make_shard_evaluator
 from tba_jax.search.prompts import PromptReader
 from tba_jax.tasks.arithmetic import Arithmetic
 
-
-class LengthReward:
-    """Rewards 1 where a response is longer than four characters; none where it is empty."""
-
-    async def score(self, completions):
-        prompts, texts, columns, completion_ids, has_eos = completions
-        assert len(prompts) == len(texts) == len(columns["answer"]) == len(has_eos)
-        assert [len(ids) > 0 for ids in completion_ids] == [True] * len(prompts)
-        rewards = [float(len(text) > 4) if text else None for text in texts]
-        return Scores(rewards, [None if r is not None else "empty" for r in rewards], "")
+# 1 where a response is longer than four characters; none where it is empty.
+LONG = ByFunction(lambda text, ids: float(len(text) > 4) if text else None)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +36,7 @@ def evaluator(model, task=None, metrics=(), measures=(), **changes):
     config = make_config({**sizes, **changes})
     task = task or Arithmetic()
     decoder = make_decoder(config, model[0], model[2])
-    grader = make_grader(make_config({}), task, model[2], LengthReward())
+    grader = make_grader(make_config({}), task, model[2], LONG)
     answer = make_shard_evaluator(config, decoder, grader, measures, None).evaluate
     reader = PromptReader(task, model[2], config.task.max_prompt_tokens)
     return dataclasses.replace(make_evaluator(config, reader), metrics=tuple(metrics)), answer

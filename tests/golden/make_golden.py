@@ -77,104 +77,21 @@ YARN = {
 LINEAR = {"rope_type": "linear", "factor": 2.5}
 
 
+def _plain(theta):
+    return {"rope_theta": theta, "rope_type": "default"}
+
+
 def _llama(rope=None, **changes):
-    rope = {"rope_type": "default"} if rope is None else rope
-    rope = {"rope_theta": 500000.0} | rope
+    rope = {"rope_theta": 500000.0} | (rope or {"rope_type": "default"})
     return transformers.LlamaConfig(**(_GROUPED | {"rope_parameters": rope} | changes))
 
 
-def _qwen2(rope=None, **changes):
-    rope = {"rope_theta": 1000000.0, "rope_type": "default"} if rope is None else rope
+def _qwen2(rope, **changes):
     return transformers.Qwen2Config(**(_GROUPED | {"rope_parameters": rope} | changes))
 
 
-def _qwen3(**changes):
-    rope = {"rope_theta": 1000000.0, "rope_type": "default"}
-    values = _GROUPED | {"rope_parameters": rope, "head_dim": 6}
-    return transformers.Qwen3Config(**(values | changes))
-
-
-def _qwen3_moe(**changes):
-    sizes = {"moe_intermediate_size": 8, "num_experts": 8, "num_experts_per_tok": 2}
-    rope = {"rope_theta": 1000000.0, "rope_type": "default"}
-    values = _GROUPED | sizes | {"rope_parameters": rope, "head_dim": 6, "norm_topk_prob": True}
-    return transformers.Qwen3MoeConfig(**(values | changes))
-
-
-_SLIDING, _FULL = "sliding_attention", "full_attention"
-_GEMMA = _GROUPED | {"head_dim": 8, "query_pre_attn_scalar": 12, "sliding_window": 5}
-
-
-def _gemma2(**changes):
-    rope = {"rope_theta": 10000.0, "rope_type": "default"}
-    caps = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 9.0}
-    return transformers.Gemma2Config(**(_GEMMA | caps | {"rope_parameters": rope} | changes))
-
-
-def _gemma3(**changes):
-    rope = {
-        _FULL: {"rope_theta": 1000000.0, "rope_type": "linear", "factor": 2.5},
-        _SLIDING: {"rope_theta": 10000.0, "rope_type": "default"},
-    }
-    # A pattern of three layers, and one more.
-    types = [_SLIDING, _SLIDING, _FULL, _SLIDING]
-    values = _GEMMA | {"num_hidden_layers": 4, "layer_types": types, "rope_parameters": rope}
-    return transformers.Gemma3TextConfig(**(values | changes))
-
-
-def _mistral(**changes):
-    rope = {"rope_theta": 10000.0, "rope_type": "default"}
-    values = _GROUPED | {"rope_parameters": rope, "sliding_window": 5, "head_dim": 6}
-    return transformers.MistralConfig(**(values | changes))
-
-
-def _olmo3(**changes):
-    rope = {_FULL: YARN, _SLIDING: {"rope_theta": 10000.0, "rope_type": "default"}}
-    values = _GROUPED | {"rope_parameters": rope, "sliding_window": 5, "num_hidden_layers": 4}
-    return transformers.Olmo3Config(**(values | {"eos_token_id": None} | changes))
-
-
-def _gpt_oss(**changes):
-    sizes = {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2}
-    rope = YARN | {"truncate": False}
-    # The pattern is two layers long.
-    values = _GROUPED | sizes | {"rope_parameters": rope, "sliding_window": 4}
-    return transformers.GptOssConfig(**(values | {"num_hidden_layers": 3} | changes))
-
-
-_LINEAR_ATTENTION = "linear_attention"
-_QWEN3_5 = _GROUPED | {
-    "head_dim": 8,
-    # A pattern of two layers, and one more.
-    "num_hidden_layers": 3,
-    "layer_types": [_LINEAR_ATTENTION, _FULL, _LINEAR_ATTENTION],
-    "rope_parameters": {
-        "rope_theta": 10000.0,
-        "rope_type": "default",
-        "partial_rotary_factor": 0.25,
-        "mrope_section": [1, 0, 0],
-        "mrope_interleaved": True,
-    },
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 16,
-    "linear_value_head_dim": 16,
-}
-
-
-def _qwen3_5(**changes):
-    return transformers.Qwen3_5TextConfig(**(_QWEN3_5 | changes))
-
-
-def _qwen3_5_moe(**changes):
-    sizes = {"moe_intermediate_size": 8, "num_experts": 8, "num_experts_per_tok": 2}
-    sizes |= {"shared_expert_intermediate_size": 12}
-    return transformers.Qwen3_5MoeTextConfig(**(_QWEN3_5 | sizes | changes))
-
-
 def _neox(fraction=0.25, rope=None, **changes):
-    rope = {"rope_type": "default"} if rope is None else rope
-    rope = {"rope_theta": 10000.0, "partial_rotary_factor": fraction} | rope
+    rope = {"rope_theta": 10000.0, "partial_rotary_factor": fraction} | (rope or _plain(10000.0))
     # Heads of 8, so that a quarter of one is a pair.
     values = _COMMON | {"num_attention_heads": 2, "rope_parameters": rope}
     return transformers.GPTNeoXConfig(**(values | changes))
@@ -184,6 +101,26 @@ def _gpt2(**changes):
     return transformers.GPT2Config(**(_GPT2 | changes))
 
 
+_SLIDING, _FULL, _LINEAR_ATTENTION = "sliding_attention", "full_attention", "linear_attention"
+_QWEN3 = _GROUPED | {
+    "rope_parameters": _plain(1000000.0),
+    "head_dim": 6,
+    "tie_word_embeddings": False,
+}
+_EXPERTS = {"moe_intermediate_size": 8, "num_experts": 8, "num_experts_per_tok": 2}
+_GEMMA = _GROUPED | {"head_dim": 8, "query_pre_attn_scalar": 12, "sliding_window": 5}
+_QWEN3_5 = _GROUPED | {
+    "head_dim": 8,
+    # A pattern of two layers, and one more.
+    "num_hidden_layers": 3,
+    "layer_types": [_LINEAR_ATTENTION, _FULL, _LINEAR_ATTENTION],
+    "rope_parameters": _plain(10000.0)
+    | {"partial_rotary_factor": 0.25, "mrope_section": [1, 0, 0], "mrope_interleaved": True},
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}
 # Written as golden files. A head_dim that is not hidden_size / heads, biases, tied and untied
 # heads, every rotary scaling and activation occur somewhere.
 MODELS = {
@@ -195,59 +132,52 @@ MODELS = {
         tie_word_embeddings=False,
     ),
     "llama3": _llama(LLAMA3, head_dim=8, tie_word_embeddings=True),
-    "qwen2": _qwen2(tie_word_embeddings=True),
+    "qwen2": _qwen2(_plain(1000000.0), tie_word_embeddings=True),
     "qwen2_yarn": _qwen2(YARN, head_dim=16, tie_word_embeddings=False),
-    "qwen3": _qwen3(tie_word_embeddings=False),
-    "qwen3_moe": _qwen3_moe(tie_word_embeddings=False),
-    "gemma2": _gemma2(),
-    "gemma3": _gemma3(),
-    "mistral": _mistral(),
-    "olmo3": _olmo3(),
-    "gpt_oss": _gpt_oss(),
-    "qwen3_5": _qwen3_5(),
-    "qwen3_5_moe": _qwen3_5_moe(),
+    "qwen3": transformers.Qwen3Config(**_QWEN3),
+    "qwen3_moe": transformers.Qwen3MoeConfig(**_QWEN3, **_EXPERTS, norm_topk_prob=True),
+    "gemma2": transformers.Gemma2Config(
+        **_GEMMA,
+        rope_parameters=_plain(10000.0),
+        attn_logit_softcapping=3.0,
+        final_logit_softcapping=9.0,
+    ),
+    # A pattern of three layers, and one more.
+    "gemma3": transformers.Gemma3TextConfig(
+        **_GEMMA | {"num_hidden_layers": 4, "layer_types": [_SLIDING, _SLIDING, _FULL, _SLIDING]},
+        rope_parameters={_FULL: LINEAR | {"rope_theta": 1000000.0}, _SLIDING: _plain(10000.0)},
+    ),
+    "mistral": transformers.MistralConfig(
+        **_GROUPED, rope_parameters=_plain(10000.0), sliding_window=5, head_dim=6
+    ),
+    "olmo3": transformers.Olmo3Config(
+        **_GROUPED | {"num_hidden_layers": 4},
+        rope_parameters={_FULL: YARN, _SLIDING: _plain(10000.0)},
+        sliding_window=5,
+    ),
+    # The pattern is two layers long.
+    "gpt_oss": transformers.GptOssConfig(
+        **_GROUPED | {"num_hidden_layers": 3},
+        rope_parameters=YARN | {"truncate": False},
+        head_dim=16,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=4,
+    ),
+    "qwen3_5": transformers.Qwen3_5TextConfig(**_QWEN3_5),
+    "qwen3_5_moe": transformers.Qwen3_5MoeTextConfig(
+        **_QWEN3_5, **_EXPERTS, shared_expert_intermediate_size=12
+    ),
     "gpt_neox": _neox(),
     "gpt_neox_serial": _neox(
         0.5, LINEAR, use_parallel_residual=False, attention_bias=False, hidden_act="gelu_fast"
     ),
     "gpt2": _gpt2(),
-    "qwen2_reward": _qwen2(num_labels=1, architectures=["Qwen2ForSequenceClassification"]),
+    "qwen2_reward": _qwen2(
+        _plain(1000000.0), num_labels=1, architectures=["Qwen2ForSequenceClassification"]
+    ),
     "gpt_neox_reward": _neox(num_labels=1, architectures=["GPTNeoXForSequenceClassification"]),
     "gpt2_classifier": _gpt2(num_labels=3, architectures=["GPT2ForSequenceClassification"]),
-}
-# Made live only.
-MORE_MODELS = {
-    "llama_plain": _llama({"rope_type": "default", "rope_theta": 10000.0}),
-    "llama_linear": _llama(LINEAR, hidden_act="gelu_pytorch_tanh"),
-    "llama_yarn": _llama(
-        YARN | {"attention_factor": 1.25, "beta_fast": 16.0, "truncate": False}, head_dim=16
-    ),
-    "llama_yarn_mscale": _llama(YARN | {"mscale": 1.5, "mscale_all_dim": 0.7}),
-    "qwen3_tied_biased": _qwen3(tie_word_embeddings=True, attention_bias=True),
-    "qwen3_moe_plain_weights": _qwen3_moe(norm_topk_prob=False, tie_word_embeddings=True),
-    "gemma2_one_period": _gemma2(num_hidden_layers=4, attn_logit_softcapping=None),
-    "gemma3_biased": _gemma3(attention_bias=True, query_pre_attn_scalar=8),
-    "mistral_without_window": _mistral(sliding_window=None, head_dim=None),
-    "olmo3_all_full": _olmo3(layer_types=[_FULL] * 4, attention_bias=True),
-    "gpt_oss_one_expert": _gpt_oss(num_hidden_layers=4, num_experts_per_tok=1),
-    "gemma3_reward": _gemma3(num_labels=1, architectures=["Gemma3TextForSequenceClassification"]),
-    "qwen3_moe_reward": _qwen3_moe(
-        num_labels=1, architectures=["Qwen3MoeForSequenceClassification"]
-    ),
-    "gpt_oss_reward": _gpt_oss(num_labels=1, architectures=["GptOssForSequenceClassification"]),
-    "qwen3_5_tied": _qwen3_5(
-        tie_word_embeddings=True, linear_num_value_heads=2, linear_conv_kernel_dim=3
-    ),
-    "qwen3_5_moe_all_experts": _qwen3_5_moe(num_experts=2, tie_word_embeddings=True),
-    "qwen3_5_reward": _qwen3_5(
-        num_labels=1, architectures=["Qwen3_5TextForSequenceClassification"]
-    ),
-    "gpt_neox_tied": _neox(1.0, tie_word_embeddings=True),
-    "gpt2_untied": _gpt2(
-        activation_function="gelu", reorder_and_upcast_attn=True, tie_word_embeddings=False
-    ),
-    "llama_classifier": _llama(num_labels=2, architectures=["LlamaForSequenceClassification"]),
-    "qwen3_reward": _qwen3(num_labels=1, architectures=["Qwen3ForSequenceClassification"]),
 }
 
 

@@ -26,21 +26,6 @@ SMALL = (
 SYNC = ("driver=sync",)
 
 
-IN_AN_ENVIRONMENT = (
-    "task.environment=tba_jax.tasks.calculator:Calculator",
-    "search.stop_strings=:",
-    "search.max_new_tokens=24",
-    "search.max_turns=4",
-)
-"""Changes of a small run whose episodes have a calculator."""
-
-WITH_AN_AGENT = (
-    f"task.environment={ROOT / 'tests/serving/agents_for_tests.py'}:arithmetic",
-    "search.max_new_tokens=40",
-)
-"""Changes of a small run whose episodes are written by an agent over HTTP."""
-
-
 def settings(overrides):
     """Overrides without those of the environment, NAME=VALUE."""
     return [override for override in overrides if not override.startswith("JAX_")]
@@ -140,28 +125,15 @@ def wait_for(condition, *, process, timeout=120.0):
 
 def children(pid):
     """Process ids of a process's children."""
-    tasks = Path(f"/proc/{pid}/task")
-    return [int(child) for task in tasks.iterdir() for child in _children_of_task(task)]
-
-
-def _children_of_task(task):
-    try:
-        return (task / "children").read_text().split()
-    except OSError:
-        return []  # the thread ended meanwhile
+    listing = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True)
+    return [int(child) for child in listing.stdout.split()]
 
 
 def start_pod(num_processes, workdir, *overrides, cache, cwd=None):
     """The launcher, without waiting."""
+    launcher = [sys.executable, "-m", "tba_jax.launch_processes"]
     return subprocess.Popen(
-        [
-            sys.executable,
-            "-m",
-            "tba_jax.launch_processes",
-            f"--num_processes={num_processes}",
-            "--",
-            *arguments(workdir, *overrides),
-        ],
+        [*launcher, f"--num_processes={num_processes}", "--", *arguments(workdir, *overrides)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -182,13 +154,8 @@ def run_pod(num_processes, workdir, *overrides, cache, cwd=None, timeout=240):
 
 def child(pod, process_id):
     """Process id of one process of a pod."""
-    listing = subprocess.run(
-        ["pgrep", "-P", str(pod.pid), "-f", f"process_id={process_id}"],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    return int(listing.stdout.split()[0])
+    command = ["pgrep", "-P", str(pod.pid), "-f", f"process_id={process_id}"]
+    return int(subprocess.check_output(command, text=True).split()[0])
 
 
 def assert_every_ticket_once(workdir):

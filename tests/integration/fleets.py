@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The main command with a fleet, in a process of its own, whose processes can be killed."""
 
-import collections
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
+
+import psutil
 
 from tests.integration.commands import ROOT, assert_every_ticket_once, is_balanced, losses, report
 
@@ -77,19 +78,10 @@ class Fleet:
 
 def below(pid):
     """(process, command line) of all descendants."""
-    parents, words = collections.defaultdict(list), {}
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            stat = (folder / "stat").read_text().rsplit(")", 1)[1].split()
-            words[int(folder.name)] = (folder / "cmdline").read_text().replace("\0", " ")
-        except OSError:
-            continue
-        parents[int(stat[1])].append(int(folder.name))
-    found, left = [], [pid]
-    while left:
-        for child in parents[left.pop()]:
-            found.append((child, words.get(child, "")))
-            left.append(child)
+    found = []
+    for process in psutil.Process(pid).children(recursive=True):
+        with contextlib.suppress(psutil.Error):  # it has ended
+            found.append((process.pid, " ".join(process.cmdline())))
     return found
 
 

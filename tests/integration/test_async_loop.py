@@ -2,19 +2,21 @@
 """The asynchronous driver: real threads, interruption and resume."""
 
 import pytest
-from commands import (
-    IN_AN_ENVIRONMENT,
-    WITH_AN_AGENT,
-    assert_every_ticket_once,
-    is_balanced,
-    lines,
-    losses,
-    report,
-    run,
-)
+from commands import ROOT, assert_every_ticket_once, is_balanced, lines, losses, report, run
 
 import tba_jax
 
+IN_AN_ENVIRONMENT = (
+    "task.environment=tba_jax.tasks.calculator:Calculator",
+    "search.stop_strings=:",
+    "search.max_new_tokens=24",
+    "search.max_turns=4",
+)
+# An agent writes its episodes over HTTP.
+WITH_AN_AGENT = (
+    f"task.environment={ROOT / 'tests/serving/agents_for_tests.py'}:arithmetic",
+    "search.max_new_tokens=40",
+)
 SHARED_BY_ALL = (
     "JAX_NUM_CPU_DEVICES=8",
     "placement=shared",

@@ -26,7 +26,7 @@ from commands import (
 from tba_jax.config.schema import make_config
 from tba_jax.run.checkpoint import load_host_state
 from tba_jax.run.errors import UserError
-from tba_jax.run.workdir import claim_together
+from tba_jax.run.run import _claim_together
 from tba_jax.storage.whole_files import read_json, write_json
 
 # A run whose batches do not depend on how many hosts draw them: all slots are fresh, all responses
@@ -164,5 +164,5 @@ def test_another_command_on_one_host_is_refused(tmp_path):
     pod, config = SimpleNamespace(number=0, gather_json=gather), make_config()
     wanted = "process 1 was started with another command than process 0: seed: 0 -> 5. Start"
     with contextlib.ExitStack() as held, pytest.raises(UserError, match=wanted):
-        claim_together(pod, config, tmp_path / "run", held)
+        _claim_together(pod, config, tmp_path / "run", 0, held)
     assert not any(tmp_path.iterdir())

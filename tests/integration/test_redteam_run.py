@@ -56,11 +56,8 @@ def test_the_toy_trains_and_accounts_for_every_attack(cache, tmp_path):
     # 8 x 16 attacks for each of two syncs
     assert report["ledger"]["generated"] == 256
     # The gap is that of responses drawn at the policy's own temperature.
-    gaps = [
-        r["train/sampler_gap"]
-        for r in lines(tmp_path / "a" / "metrics.jsonl")
-        if r.get("train/sampler_gap") is not None
-    ]
+    records = lines(tmp_path / "a" / "metrics.jsonl")
+    gaps = [x for r in records if (x := r.get("train/sampler_gap")) is not None]
     # float32 rounding over 12 tokens; a trainer that forgets the least length is 0.0037 off
     assert gaps and max(gaps) < 1e-3
 

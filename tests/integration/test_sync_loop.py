@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The synchronous driver is bit-reproducible, also across a SIGKILL."""
 
-import collections
 import json
 import re
 import signal
@@ -12,10 +11,8 @@ import pytest
 from commands import SYNC, is_balanced, lines, losses, report, run, start, wait_for
 from fake_models import load_folder
 
-import tba_jax
 from tba_jax.commands import evaluate, export
 from tba_jax.commands import saved as saved_run
-from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.run import model_parts
 
 
@@ -54,10 +51,9 @@ def test_losses_after_sigkill_and_resume_equal_the_uninterrupted_run(reference, 
     assert final["staleness"] == unkilled["staleness"]
 
 
-@pytest.mark.parametrize("number", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_the_number_of_searchers_changes_no_loss(reference, number, cache, tmp_path):
+def test_the_number_of_searchers_changes_no_loss(reference, cache, tmp_path):
     workdir = tmp_path / "run"
-    done = run(workdir, *SYNC, "placement=shared", f"num_searchers={number}", cache=cache)
+    done = run(workdir, *SYNC, "placement=shared", "num_searchers=2", cache=cache)
     assert done.returncode == 0, done.stderr
     assert losses(workdir) == losses(reference)
     for name in ("eval", "ledger", "staleness"):
@@ -78,14 +74,6 @@ def test_report_and_ledger_of_a_finished_run(reference):
     assert not re.search(r"""(src|srcset|href)\s*=\s*["']?\s*https?:|url\(|@import""", page)
 
 
-def test_another_config_in_the_same_directory_is_refused_with_the_difference(reference, cache):
-    before = (reference / "metrics.jsonl").read_bytes()
-    done = run(reference, *SYNC, "optimizer.learning_rate=0.5", cache=cache)
-    assert done.returncode == 2
-    assert "optimizer.learning_rate: 'linear(0.0002, 0, warmup=5)' -> 0.5" in done.stderr
-    assert (reference / "metrics.jsonl").read_bytes() == before
-
-
 def test_evaluate_and_export_agree_with_the_run(reference, tmp_path, capsys):
     after = json.loads((reference / "report.json").read_text())["eval"]["after"]
     assert evaluate.main([f"--workdir={reference}", "--json"]) == 0
@@ -103,43 +91,3 @@ def test_evaluate_and_export_agree_with_the_run(reference, tmp_path, capsys):
     capsys.readouterr()
     with pytest.raises(ValueError, match="is not empty"):
         export.main([f"--workdir={reference}", f"--out={tmp_path / 'model'}"])
-
-
-def test_the_buffer_of_a_checkpoint_has_the_stored_responses(reference):
-    stored = tba_jax.load_run(reference).buffer()
-    ledger = json.loads((reference / "report.json").read_text())["ledger"]
-    responses = [y for group in stored.values() for y in group]
-    assert 0 < len(responses) <= ledger["stored"]  # an equal response may stand for several
-    assert all(len(y.response_tokens) and 0 <= y.version_min <= 8 for y in responses)
-
-
-def test_a_finished_run_is_not_run_again(reference, cache):
-    before = {p.name: p.read_bytes() for p in reference.iterdir() if p.is_file()}
-    done = run(reference, *SYNC, cache=cache)
-    assert done.returncode == 0 and "This run is finished" in done.stdout
-    assert {p.name: p.read_bytes() for p in reference.iterdir() if p.is_file()} == before
-
-
-@pytest.mark.slow
-def test_given_responses_are_in_the_buffer_before_the_first_step(cache, tmp_path):
-    """160 responses to two problems are ten groups of 16."""
-    workdir, path = tmp_path / "run", tmp_path / "start.jsonl"
-    rows = [{"prompt_id": 3 + 5 * (i % 2), "response": f"{i:03d}"} for i in range(160)]
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    options = (f"task.start_path={path}", "num_steps=2", "search.initial_fill=100", "eval.period=0")
-    options += ("objective.importance=none",)  # no policy drew the given responses
-    done = run(workdir, *SYNC, *options, cache=cache)
-    assert done.returncode == 0, done.stderr
-    assert "160 given responses come first, in 10 groups" in done.stdout
-    ledger = json.loads((workdir / "report.json").read_text())["ledger"]
-    # Twice the prompts of a batch for the fill, and once for the second step.
-    assert ledger["generated"] == 160 + 3 * 4 * 16
-    stored = [y for group in tba_jax.load_run(workdir).buffer().values() for y in group]
-    tokenizer = Tokenizer.load(str(model_parts.START_MODEL))
-    assert {f"{i:03d}" for i in range(160)} <= {tokenizer.decode(y.response_tokens) for y in stored}
-    given = collections.Counter(y.prompt_id for y in stored if y.ticket < 10)
-    assert given == {3: 80, 8: 80}
-    assert all(np.isfinite(y.reward) for y in stored)
-    # The trainer has scored the reference of drawn responses.
-    scored = [x for y in stored if (x := y.reference_token_logprobs) is not None]
-    assert scored and all(np.isfinite(x).all() for x in scored)

@@ -39,7 +39,7 @@ from tba_jax.rewards.reward_models import RewardModel
 from tba_jax.rewards.scores import Completions
 
 NUM_GREEDY = 200
-MODELS = make_golden.MODELS | make_golden.MORE_MODELS
+MODELS = make_golden.MODELS
 _NEW = (
     *("qwen3", "qwen3_moe", "gemma2", "gemma3_text", "mistral", "olmo3", "gpt_oss"),
     *("qwen3_5_text", "qwen3_5_moe_text"),

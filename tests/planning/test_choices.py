@@ -126,9 +126,7 @@ def test_on_other_devices_only_the_placement_is_chosen_again():
     assert config.num_searchers == 3 and config.placement == "auto" and config.mesh.fsdp < many
 
 
-@pytest.mark.parametrize(
-    ("fields", "rate"), [({}, 1.5e-4), ({"lora.rank": 8}, 1e-4), ({"num_steps": 4}, 1.5e-4)]
-)
+@pytest.mark.parametrize(("fields", "rate"), [({"num_steps": 4}, 1.5e-4), ({"lora.rank": 8}, 1e-4)])
 def test_a_learning_rate_of_0_is_chosen_for_the_size_of_the_model(fields, rate):
     """The start model has 296,000 parameters: 1e-6 sqrt(7e9 / 296,000) = 1.54e-4."""
     config = choices.choose(make_config({"optimizer.learning_rate": 0.0} | fields), {})
@@ -139,19 +137,15 @@ def test_a_learning_rate_of_0_is_chosen_for_the_size_of_the_model(fields, rate):
     assert choices.choose(replace(config, {"seed": 1}), {}).optimizer == config.optimizer
 
 
-def custom(tmp_path, num_rows, words, *overrides):
-    path = tmp_path / "train.jsonl"
-    rows = [{"prompt": f"{i} " + "12 + 3 " * words} for i in range(num_rows)]
-    path.write_text("\n".join(map(json.dumps, rows)))
-    given = (f"task.data_path={path}", "task.reward=math:floor", *overrides)
-    config = override(None, ["--config=custom", *(f"--config.{text}" for text in given)])
-    validate(config)
-    return config
-
-
 @pytest.mark.parametrize("words", [2, 2000])
 def test_lengths_fit_the_data_and_the_context(tmp_path, words):
-    config, reason = choices.with_lengths(custom(tmp_path, 40, words))
+    path = tmp_path / "train.jsonl"
+    rows = [{"prompt": f"{i} " + "12 + 3 " * words} for i in range(40)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    given = [f"--config.task.data_path={path}", "--config.task.reward=math:floor"]
+    config = override(None, ["--config=custom", *given])
+    validate(config)
+    config, reason = choices.with_lengths(config)
     prompt, response = config.task.max_prompt_tokens, config.search.max_new_tokens
     assert prompt > 0 and prompt % 32 == 0 and response > 0
     if words == 2:

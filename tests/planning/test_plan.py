@@ -69,6 +69,7 @@ def test_programs_of_a_run_are_compiled_with_their_memory_and_least_times(facts)
         assert figures["compile_s"] > 0 and figures["roofline_s"] > 0
 
 
+@pytest.mark.slow
 def test_a_plan_with_an_environment_has_the_prompts_of_later_turns_and_kept_conversations():
     given = request(**{"task.environment": "game.py:Game", "search.max_new_tokens": 40})
     found = child.answer(given)
@@ -155,25 +156,24 @@ def run(*arguments):
     )
 
 
-def test_the_command_plans_the_attached_devices():
-    done = run("--config=configs/math.py", "--programs=publish", "--json")
-    assert done.returncode == 0, done.stderr
-    out = json.loads(done.stdout.splitlines()[-1])
+def test_the_command_plans_the_attached_devices(capsys, monkeypatch):
+    config = "--config=math"
+    assert command.main([config, "--programs=publish", "--json"]) == 0
+    told = capsys.readouterr().out
+    out = json.loads(told.splitlines()[-1])
     assert out["fits"] and out["programs"]["publish"]["hbm_gib"]["parameters"] > 0
-    assert "publish" in done.stdout and "fits" in done.stdout
+    assert "publish" in told and "fits" in told
+    monkeypatch.setattr(command, "ask", child.answer)
+    with pytest.raises(ValueError, match="--programs=none: no such program; programs: train_step"):
+        command.main([config, "--config.placement=split", "--programs=none"])
 
 
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        (
-            "--programs=nothing",
-            "--programs=nothing: no such program; programs: train_step",
-        ),
         ("--config.model.path=/nowhere", "is not a folder. Give a folder with config.json"),
         ("--config.num_step=3", "did you mean num_steps"),
         ("--config.placement=fleet", "a plan is for the devices of one slice"),
-        ("--topology=v5e:3", "expected CHIP:AxB"),
     ],
 )
 def test_an_invalid_command_is_refused(argument, message):

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trajectory Balance on what the replay buffer hands out ends at the enumerated target.
 
-One prompt, all 256 strings of four tokens out of four, a policy of one logit per string: whatever
+One prompt, all 64 strings of three tokens out of four, a policy of one logit per string: whatever
 the buffer does to the law of the data (old policies, draws by reward), the optimum must not move.
 """
 
@@ -17,21 +17,21 @@ from fake_groups import make_buffer, make_groups
 from tba_jax.train.groups import of_sums
 from tba_jax.train.losses import tb
 
-STRINGS = list(itertools.product(range(4), repeat=4))
+STRINGS = list(itertools.product(range(4), repeat=3))
 INDEX = {string: i for i, string in enumerate(STRINGS)}
 BETA = 1.0
 LAG = 5  # steps between the policy that draws and the one that is trained
-NUM_STEPS = 700
-NUM_SAMPLES = 256  # drawn, merged and trained in each step
+NUM_STEPS = 300
+NUM_SAMPLES = 64  # drawn, merged and trained in each step
 
 
 def problem():
-    """log pi_ref and rewards: a fluent reference, and 4 % successes that it seldom writes."""
+    """log pi_ref and rewards: a fluent reference, and 6 % successes that it seldom writes."""
     rng = np.random.default_rng(0)
-    logits = rng.normal(size=256)
+    logits = rng.normal(size=64)
     reference = logits - np.log(np.exp(logits).sum())
-    reward = np.full(256, np.log(0.01))
-    reward[rng.choice(256, size=10, replace=False)] = 0.0
+    reward = np.full(64, np.log(0.01))
+    reward[rng.choice(64, size=4, replace=False)] = 0.0
     return reference, reward
 
 
@@ -62,14 +62,14 @@ def distance_after_training(*, recency_prob):
         # A success is drawn 1.6 times as often as a failure. With softmax(reward) failures, which
         # vargrad needs too, are one draw in a hundred, and training takes longer.
         priority_temperature=10.0,
-        capacity_per_prompt=30_000,
+        capacity_per_prompt=10_000,
     )
     logits = jnp.asarray(reference, jnp.float32)
     state, past = optimizer.init(logits), [logits]
     for i in range(NUM_STEPS):
         behavior = jax.nn.softmax(past[max(0, i - LAG)].astype(jnp.float32))
         p = np.asarray(behavior, np.float64)
-        found = rng.choice(256, size=NUM_SAMPLES, p=p / p.sum()).tolist()
+        found = rng.choice(64, size=NUM_SAMPLES, p=p / p.sum()).tolist()
         groups = make_groups(
             {0: [STRINGS[j] for j in found]},
             version=max(0, i - LAG),
@@ -94,5 +94,5 @@ def distance_after_training(*, recency_prob):
 def test_vargrad_reaches_the_enumerated_target_from_replayed_data(recency_prob):
     before, after = distance_after_training(recency_prob=recency_prob)
     assert before > 2.0
-    # It ends near 2e-5, as rare strings are drawn rarely; a bias of the data would leave 1e-2.
+    # It ends at 2e-5 or less, as rare strings are drawn rarely; a bias would leave 1e-2.
     assert after < 1e-4

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fake_models import load_folder
-from fake_search import World
+from fake_search import ByFunction, World
 from fake_tickets import IDENTITY, House
 
 from tba_jax.config.schema import make_config
@@ -17,7 +17,7 @@ from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import unstack_layers
-from tba_jax.rewards.scores import Grader, Scores
+from tba_jax.rewards.scores import Grader
 from tba_jax.run.model_parts import START_MODEL, make_decoder
 from tba_jax.search.prompts import PromptReader, Prompts
 from tba_jax.search.sampler import Sampler
@@ -84,7 +84,7 @@ def test_a_grader_that_fails_stops_its_searcher_and_is_named():
         async def score(self, completions):
             raise OSError("no process is left")
 
-    world, stop = World(reward=LostPool), StopFlag()
+    world, stop = World(reward=LostPool()), StopFlag()
     workers = [
         Worker("searcher-0", world.searcher.step, stop, idle_s=0.001).start(),
         Worker("grader-0", world.searcher.grade, stop, idle_s=0.001).start(),
@@ -97,14 +97,7 @@ def test_a_grader_that_fails_stops_its_searcher_and_is_named():
     assert not world.owner._results  # what was not graded does not come back
 
 
-class LengthReward:
-    """The number of characters; none for the response "9"."""
-
-    async def score(self, completions):
-        prompts, texts, columns, _, has_eos = completions
-        assert len(prompts) == len(texts) == len(columns["answer"]) == len(has_eos)
-        rewards = [None if text == "9" else float(len(text)) for text in texts]
-        return Scores(rewards, ["nine" if r is None else None for r in rewards], "")
+LENGTH = ByFunction(lambda text, ids: None if text == "9" else float(len(text)))
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +130,7 @@ def real_searchers(model, given_texts=(), num_searchers=1):
                 weights=lambda: Published(0, params),
                 evaluated=lambda version: None,
                 sampler=Sampler(decoder, config.search, jax.random.key(0)),
-                grader=Grader(LengthReward(), tokenizer.batch_decode, lambda text: None, ""),
+                grader=Grader(LENGTH, tokenizer.batch_decode, lambda text: None, ""),
                 evaluator=None,
                 given=GivenScorer(program, samples_per_prompt=3, temperature=1.0, padding=padding),
             ),
@@ -169,7 +162,7 @@ def test_given_responses_are_scored_first_and_then_it_draws(model):
         [("333", 3.0)],
         [("4444", 4.0)],
     ]
-    assert [g.rejected for g in groups] == [{"nine": 1}, {}, {}]
+    assert [g.rejected for g in groups] == [{"none": 1}, {}, {}]
     assert [g.prompt.prompt_id for g in groups] == [5, 2, 5]
     for y in (y for g in groups for y in g.trajectories):
         assert y.finish_reason == "eos" and y.sampling_temperature == 1.0

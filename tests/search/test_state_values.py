@@ -8,13 +8,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fake_models import random_params, tiny_config
+from fake_search import ByFunction
 from fake_tickets import House
 
 from tba_jax.decoding.engine import Decoder
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.logprobs import token_logprobs
 from tba_jax.models.scoring import Scoring
-from tba_jax.rewards.scores import Grader, Scores
+from tba_jax.rewards.scores import Grader
 from tba_jax.search.config import SearchSettings
 from tba_jax.search.sampler import Sampler, StateValues
 from tba_jax.search.searcher import Searcher, SearchParts
@@ -32,13 +33,8 @@ def reward_of(tokens):
     return None if tokens[0] == 1 else float(sum(tokens) > 28)
 
 
-class Heavy:
-    async def score(self, completions):
-        rewards = [reward_of(y.tolist()) for y in completions.ids]
-        return Scores(rewards, ["one" if r is None else None for r in rewards], "")
-
-
-GRADER = Grader(Heavy(), lambda rows: ["y"] * len(rows), lambda text: None, "")
+HEAVY = ByFunction(lambda text, ids: reward_of(ids.tolist()))
+GRADER = Grader(HEAVY, lambda rows: ["y"] * len(rows), lambda text: None, "")
 
 
 @pytest.fixture(scope="module")

@@ -29,11 +29,3 @@ def test_a_changed_byte_is_found(size, tmp_path, monkeypatch):
         data[position] ^= 1
     (tmp_path / "file").write_bytes(data + b"1")
     assert digests.damage(folder) == [f"file has {size + 1:,} bytes, not {size:,}"]
-
-
-def test_a_file_that_cannot_be_read_is_named(tmp_path):
-    (tmp_path / "a").write_bytes(b"1")
-    digests.write(epath.Path(tmp_path))
-    (tmp_path / "a").unlink()
-    (tmp_path / "a").mkdir()
-    assert digests.damage(epath.Path(tmp_path)) == ["a cannot be read (Is a directory)"]

@@ -3,8 +3,6 @@
 
 import re
 
-import pytest
-
 from tba_jax.tasks import arithmetic
 
 TASK = arithmetic.Arithmetic()
@@ -18,10 +16,9 @@ def test_problems_are_the_published_ones():
     assert TASK.problem("eval", 0) == ("5+9+2-7-9+9", {"answer": "9"})
 
 
-@pytest.mark.parametrize("split", ["train", "eval"])
-def test_problems_have_six_terms_totals_within_bounds_and_the_right_answer(split):
+def test_problems_have_six_terms_totals_within_bounds_and_the_right_answer():
     for i in range(500):
-        expression, answer = arithmetic.problem(i, split)
+        expression, answer = arithmetic.problem(i, "train")
         assert re.fullmatch("[1-9]([+-][1-9]){5}", expression)
         totals = arithmetic.running_totals(expression)
         assert totals == [eval(expression[: 2 * n + 1]) for n in range(1, 6)]

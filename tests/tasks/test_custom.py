@@ -24,6 +24,9 @@ def test_folder_with_both_splits(tmp_path):
     train, held_out = problems(get_task("custom", str(tmp_path)))
     # `completion` is dropped: TRL does not pass it on either.
     assert (train, held_out) == ([("p", {"gold": [1, {"k": None}]})], [("q", {"gold": 2.5})])
+    write(tmp_path / "test.jsonl", [{"prompt": "q"}])
+    with pytest.raises(ValueError, match=r"test.jsonl, line 1: no column 'gold', which .*train"):
+        get_task("custom", str(tmp_path)).size("train")
 
 
 def test_rows_are_held_out_by_their_prompts_alone(tmp_path):
@@ -72,13 +75,6 @@ def test_a_row_that_cannot_be_used_is_named(tmp_path, row, message):
     path = write(tmp_path / "a.jsonl", [{"prompt": "p", "gold": "1"}, row])
     with pytest.raises(ValueError, match=message):
         get_task("custom", path, 1).size("train")
-
-
-def test_splits_of_different_form_are_refused(tmp_path):
-    write(tmp_path / "train.jsonl", [{"prompt": "p", "gold": "1"}])
-    write(tmp_path / "test.jsonl", [{"prompt": "q"}])
-    with pytest.raises(ValueError, match=r"test.jsonl, line 1: no column 'gold', which .*train"):
-        get_task("custom", str(tmp_path)).size("train")
 
 
 def test_columns_can_have_other_names(tmp_path):

@@ -49,14 +49,11 @@ def test_answers_are_scored_by_the_data_set(chain_sum):
     pool.close()
 
 
-@pytest.mark.parametrize(
-    ("dataset", "message"),
-    [
+def test_data_sets_that_cannot_be_used(chain_sum):
+    for name, message in (
         ("no_such", "reasoning_gym:no_such: reasoning-gym has no such data set. .*chain_sum"),
         ("composite", "composite: reasoning-gym failed to generate 1,000 problems .Must specify"),
         ("list_functions", "generates different problems for the same seed"),
-    ],
-)
-def test_data_sets_that_cannot_be_used(chain_sum, dataset, message):
-    with pytest.raises(ValueError, match=message):
-        get_task(f"reasoning_gym:{dataset}", "")
+    ):
+        with pytest.raises(ValueError, match=message):
+            get_task(f"reasoning_gym:{name}", "")

@@ -12,12 +12,6 @@ from tba_jax.tasks.rows import has_split, read_rows
 ROWS = [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}]
 
 
-def write_parquet(path, rows):
-    pyarrow = pytest.importorskip("pyarrow")
-    parquet = pytest.importorskip("pyarrow.parquet")
-    parquet.write_table(pyarrow.Table.from_pylist(rows), str(path))
-
-
 def test_json_lines_come_with_their_line(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "a", "n": 1}\r\n\n{"prompt": "b", "n": 2}')
@@ -30,10 +24,8 @@ def test_json_lines_come_with_their_line(tmp_path):
     ("content", "message"),
     [
         (b'{"prompt": "a"}\n{"p": ', r"rows\.jsonl, line 2: not JSON .*\); got '\{\"p"),
-        (b'{"prompt": "a"}\n\xff\xfe', r"line 2: not JSON in UTF-8 \(.*invalid start byte"),
         (b'[{"prompt": "a"}]', r"rows\.jsonl, line 1: \[\{.* is not an object with named columns"),
         (b'{"a": [{"b\\ud800": 1}]}', r"line 1: not JSON in UTF-8 \(.*surrogates not allowed"),
-        (b'{"a": ' + b"[" * 10**5 + b"]" * 10**5 + b"}", r"line 1: not JSON .*recursion"),
         (b"\n \n", r"rows\.jsonl has no rows; wanted one JSON object per line"),
     ],
 )
@@ -43,24 +35,21 @@ def test_a_malformed_line_is_named(tmp_path, content, message):
         list(read_rows(f"{tmp_path}/rows.jsonl", "train"))
 
 
-def test_parquet_files_and_shards_are_read_in_order(tmp_path):
-    write_parquet(tmp_path / "train-00001-of-00002.parquet", ROWS[1:])
-    write_parquet(tmp_path / "train-00000-of-00002.parquet", ROWS[:1])
-    write_parquet(tmp_path / "test.parquet", ROWS)
+def test_parquet_files_and_shards_are_read_in_order(tmp_path, monkeypatch):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    for name, rows in (("00001", ROWS[1:]), ("00000", ROWS[:1])):
+        path = tmp_path / f"train-{name}-of-00002.parquet"
+        parquet.write_table(pyarrow.Table.from_pylist(rows), str(path))
+    (tmp_path / "test.parquet").write_bytes(b"no parquet")
     assert has_split(str(tmp_path), "test")
     names = [f"{tmp_path}/train-0000{i}-of-00002.parquet, row 0" for i in (0, 1)]
     assert list(read_rows(str(tmp_path), "train")) == [*zip(names, ROWS, strict=True)]
-
-
-def test_parquet_that_cannot_be_read_is_named(tmp_path, monkeypatch):
-    pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-    path = tmp_path / "rows.parquet"
-    path.write_bytes(b"no parquet")
-    with pytest.raises(ValueError, match=r"rows\.parquet cannot be read as Parquet \("):
-        list(read_rows(str(path), "train"))
+    with pytest.raises(ValueError, match=r"test\.parquet cannot be read as Parquet \("):
+        list(read_rows(str(tmp_path), "test"))
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ValueError, match=r"package `pyarrow`. Install it: .*'tba_jax\[hub"):
-        list(read_rows(str(path), "train"))
+        list(read_rows(str(tmp_path), "test"))
 
 
 def test_a_pipe_and_a_split_in_two_formats_are_refused(tmp_path):

@@ -74,8 +74,6 @@ def fails(groups, beta):
 
 def wrong(groups, beta):
     return groups.reward.sum()
-
-number = 3
 """
 
 
@@ -99,31 +97,20 @@ def test_a_function_in_a_file_is_an_objective_and_a_changed_file_is_loaded_again
         load_config("math", objective={"name": name, "clip": -1.0})
 
 
-@pytest.mark.parametrize(
-    "own, source, why",
-    [
+def test_what_is_no_objective_in_a_file_or_fails_is_named(tmp_path):
+    for own, source, why in (
         ("theirs", OWN_FILE, "there is no theirs; wanted a function"),
-        ("number", OWN_FILE, "number is 3: 3 is not a callable object; wanted a function"),
         ("narrow", OWN_FILE, "narrow is <function narrow at .*: too many positional"),
         ("ours", "x = 1\ny = undefined\n", r"raised NameError(.|\n)*mine.py\", line 2"),
-        ("ours", None, "mine.py cannot be read.*Give the path"),
-    ],
-)
-def test_what_is_no_objective_in_a_file_is_named(tmp_path, own, source, why):
-    path = tmp_path / "mine.py"
-    if source is not None:
+    ):
+        path = tmp_path / f"{own}.mine.py"
         path.write_text(source)
-    with pytest.raises(ConfigError, match=f"objective.name={path}:{own}: .*{why}"):
-        load_config("math", objective={"name": f"{path}:{own}"})
-
-
-def test_an_objective_of_the_user_that_fails_is_named_with_its_traceback(tmp_path):
+        with pytest.raises(ConfigError, match=f"objective.name={path}:{own}: .*{why}"):
+            load_config("math", objective={"name": f"{path}:{own}"})
     path = tmp_path / "mine.py"
     path.write_text(OWN_FILE)
-    with pytest.raises(
-        ConfigError, match="fails: the function raised AttributeError: 'Gr"
-    ) as found:
+    raised = "fails: the function raised AttributeError: 'Gr(.|\n)*return groups.nothing"
+    with pytest.raises(ConfigError, match=raised):
         make_objective(f"{path}:fails")(GROUPS, 0.1)
-    assert "return groups.nothing" in str(found.value)
     with pytest.raises(ConfigError, match=r"wrong returned \(\); wanted one term for each respon"):
         make_objective(f"{path}:wrong")(GROUPS, 0.1)

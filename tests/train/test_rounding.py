@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from fake_batches import CONFIG, SETTINGS, broken, make_batch, make_mesh
+from fake_batches import CONFIG, SETTINGS, make_batch, make_mesh
 from fake_models import random_params
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -62,16 +62,12 @@ def test_draws_follow_seed_step_and_place_and_not_the_devices():
     assert not np.array_equal(one["a"], one["b"])
     for other in (rounding_key(1, jnp.int32(0)), rounding_key(0, jnp.int32(1))):
         assert not np.array_equal(program(tree, other)["a"], one["a"])
-    for shape, spec in (((1, 8, 1), (None, "fsdp")), ((1, 2, 4), ("fsdp", "model"))):
-        mesh = make_mesh(shape)
-        where = NamedSharding(mesh, PartitionSpec(*spec)), NamedSharding(mesh, PartitionSpec())
-        divided = {"a": where[0], "b": where[0], "c": where[1]}
-        again = jax.jit(
-            lambda tree, key: rounded_like(tree, stored, key),
-            in_shardings=(divided, where[1]),
-            out_shardings=divided,
-        )(tree, KEY)
-        jax.tree.map(np.testing.assert_array_equal, jax.device_get(again), jax.device_get(one))
+    mesh = make_mesh((1, 2, 4))
+    divided, whole = (NamedSharding(mesh, PartitionSpec(*x)) for x in (("fsdp", "model"), ()))
+    tree = jax.device_put(tree, {"a": divided, "b": divided, "c": whole})
+    again = program(tree, jax.device_put(KEY, whole))
+    assert again["a"].sharding.num_devices == 8
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(again), jax.device_get(one))
 
 
 @functools.cache
@@ -126,25 +122,13 @@ def vector_of(tree):
     return np.concatenate([x for x, kept in zip(leaves, is_matrix, strict=True) if kept])
 
 
-def nearest_rounding(start, optimizer):
-    """Parameters [n] after 50 updates, each rounded to the nearest bfloat16."""
-    params = narrow_params(CONFIG)
-    state = optimizer.init(params)
-    for _ in range(50):
-        updates, state = optimizer.update(params, state, params)
-        params = jax.tree.map(lambda x, u: (x - RATE * u).astype(x.dtype), params, updates)
-    return vector_of(params)
-
-
 def test_fifty_consistent_steps_move_weights_as_far_as_in_float32():
     optimizer = consistent()
     start, exact = fifty_steps(jnp.float32, SETTINGS, optimizer)
-    nearest = nearest_rounding(start, optimizer)
     _, stochastic = fifty_steps(jnp.bfloat16, STOCHASTIC, optimizer)
     n = len(start)
     assert n > 3000
     assert (exact != start).mean() > 0.99
-    assert (nearest != start).mean() < 0.25  # 0.1 to 0.2 of them, the smallest
     assert (stochastic != start).mean() > 0.7
     moved, wanted = stochastic - start, exact - start
     # Along the direction that all were asked to go. A step's rounding has a variance of at most a
@@ -153,16 +137,3 @@ def test_fifty_consistent_steps_move_weights_as_far_as_in_float32():
     largest = 50 * ((start / 128) ** 2 / 4) @ wanted**2
     error = np.sqrt(largest) / (wanted @ wanted)
     assert abs(progress - 1) < 4 * error < 0.2
-    assert (nearest - start) @ wanted / (wanted @ wanted) < 0.5
-
-
-def test_a_step_that_is_not_finite_leaves_bfloat16_parameters_as_they_are():
-    optimizer = consistent()
-    step = step_of(STOCHASTIC, optimizer)
-    state = init_state(narrow_params(CONFIG), optimizer, keep_reference=False)
-    state, _ = step(state, make_batch())
-    before = jax.device_get((state.params, state.opt_state.inner_state))
-    state, _ = step(state, broken(make_batch()))
-    assert int(state.skipped_steps) == 1
-    after = jax.device_get((state.params, state.opt_state.inner_state))
-    jax.tree.map(np.testing.assert_array_equal, after, before)

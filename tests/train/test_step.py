@@ -29,9 +29,9 @@ from tba_jax.models.transformer import apply
 from tba_jax.settings import Schedule
 from tba_jax.train.config import OptimizerSettings
 from tba_jax.train.groups import Groups
-from tba_jax.train.losses import tb
+from tba_jax.train.losses import summed, tb
 from tba_jax.train.metrics import Outputs, step_metrics
-from tba_jax.train.objectives import Objective, make_objective
+from tba_jax.train.objectives import Needs, Objective, make_objective, objective
 from tba_jax.train.optimizers import make_optimizer
 from tba_jax.train.state import Head, init_state
 from tba_jax.train.step import make_reference_pass, make_train_step
@@ -189,80 +189,49 @@ def sgd_step(settings, rate=0.5):
     return step, init_state(random_params(CONFIG), optax.identity(), keep_reference=False)
 
 
-@pytest.mark.parametrize("micro_batch_rows", [0, slow(8)])
-def test_several_updates_are_a_loop_over_the_same_batch(micro_batch_rows):
-    """PPO: what is held fixed is that of the start."""
-    draws, rate, updates = make_draws(repeats=REPEATS), 0.5, 3
-    several = make_objective("ppo", {"epochs": updates})
-    settings = replace(SETTINGS, objective=several, micro_batch_rows=micro_batch_rows)
-    step = make_train_step(CONFIG, optax.identity(), lambda step: rate / (1 + step), settings)
-    trained = random_params(CONFIG), HEAD
-    state = init_state(
-        jax.tree.map(jnp.copy, trained[0]), optax.identity(), keep_reference=False,
-        head_size=CONFIG.hidden_size,
-    )  # fmt: skip
-    state = state._replace(head=jax.tree.map(jnp.copy, HEAD))
-    batch = lay_out(draws, micro_batch_rows=micro_batch_rows)
-    losses = []
-    for at in range(2):
-        start = values_of(trained, batch)
-        before, lr = trained, rate / (1 + at)
-        for _ in range(updates):
-            loss, gradient = ppo_of(trained, batch, start)
-            trained = optax.apply_updates(trained, optax.tree.scale(-lr, gradient))
-            losses.append(float(loss))
-        state, outputs = step(state, batch)
-        numbers = outputs["numbers"]
-        np.testing.assert_allclose(numbers["loss"], np.mean(losses[-updates:]), rtol=1e-4)
-        np.testing.assert_allclose(numbers["lr"], lr)
-        assert numbers["updates"] == updates
-        moved = max(
-            float(np.abs(a - b).max())
-            for a, b in zip(jax.tree.leaves(trained), jax.tree.leaves(before), strict=True)
-        )
-        assert moved > 0.01
-        # float32 sums in another order, carried through three updates
-        chex.assert_trees_all_close((state.params, state.head), trained, rtol=0, atol=1e-4 * moved)
-    assert (int(state.step), int(state.skipped_steps)) == (2, 0)
+@objective(Needs(head="value"))
+def weighted(groups, beta, *, epochs=1):
+    """Each token's log-prob times its value as the step began, and the values, which change."""
+    begun = groups.values if groups.start_values is None else groups.start_values
+    return summed(groups, groups.logp * jax.lax.stop_gradient(begun) + groups.values)
 
 
-def scored(trained, batch):
-    """(log-probs, values) [n t] of rows of one response."""
-    params, head = trained
-    tokens, lengths, sizes = batch.tokens, batch.response_lengths, batch.prompt_lengths
-    logp = token_logprobs(
-        params, tokens[:, None], sizes[:, None], lengths, response_bucket=T, config=CONFIG,
-        scoring=SCORING,
-    )  # fmt: skip
-    first, index = 4 - sizes[:, None], np.arange(tokens.shape[1])[None]
-    hidden = apply(
-        params, tokens, jnp.maximum(index - first, 0), (index >= first) & (index < 4 + lengths),
-        config=CONFIG, compute_dtype=jnp.float32,
-    )  # fmt: skip
-    return logp[:, 0], hidden[:, 3:-1] @ head.weight + head.bias
+@objective(Needs(head="value"))
+def constant(groups, beta):
+    """The same, where all values are 0.3 as the step begins."""
+    return summed(groups, groups.logp * 0.3 + groups.values)
 
 
-def of_groups(x, batch):
-    return jnp.where(batch.mask, jnp.take(x.reshape(-1), batch.source, mode="clip"), 0)
+def test_several_updates_are_a_loop_over_the_same_batch():
+    """What is held fixed is that of the start; the values of the later updates are others."""
+    batch, updates = lay_out(make_draws(repeats=REPEATS)), 3
+    head = Head(jnp.zeros(CONFIG.hidden_size), jnp.float32(0.3))
 
+    def trained(objective, times):
+        settings = replace(SETTINGS, objective=objective)
+        step = make_train_step(CONFIG, optax.identity(), optax.constant_schedule(0.5), settings)
+        sizes = {"keep_reference": False, "head_size": CONFIG.hidden_size}
+        state = init_state(random_params(CONFIG), optax.identity(), **sizes)
+        state = state._replace(head=jax.tree.map(jnp.copy, head))
+        losses = []
+        for _ in range(times):
+            state, outputs = step(state, batch)
+            losses.append(outputs["numbers"]["loss"])
+        return state, outputs["numbers"], np.mean(losses)
 
-def values_of(trained, batch):
-    return of_groups(scored(trained, batch)[1], batch)
-
-
-@jax.jit
-def ppo_of(trained, batch, start):
-    objective = make_objective("ppo")
-
-    def loss(trained):
-        logp, values = (of_groups(x, batch) for x in scored(trained, batch))
-        groups = Groups(
-            logp, batch.behavior, batch.reference, batch.mask, batch.rewards, batch.staleness,
-            values=values, start_values=start,
-        )  # fmt: skip
-        return objective(groups, 0.1).loss.sum() / batch.mask.sum()
-
-    return jax.value_and_grad(loss)(trained)
+    wanted, _, loss = trained(Objective("constant", constant), updates)
+    state, numbers, _ = trained(Objective("weighted", weighted, (("epochs", updates),)), 1)
+    np.testing.assert_allclose(numbers["loss"], loss, rtol=1e-4)
+    assert (numbers["updates"], int(state.step), int(state.skipped_steps)) == (updates, 1, 0)
+    before = random_params(CONFIG)
+    moved = max(
+        float(np.abs(a - b).max())
+        for a, b in zip(jax.tree.leaves(wanted.params), jax.tree.leaves(before), strict=True)
+    )
+    assert moved > 0.01 and abs(float(wanted.head.bias) - 0.3) > 0.1
+    # float32 sums in another order, carried through three updates
+    found = state.params, state.head
+    chex.assert_trees_all_close(found, (wanted.params, wanted.head), rtol=0, atol=1e-4 * moved)
 
 
 def test_a_step_that_is_not_finite_changes_only_the_counters():

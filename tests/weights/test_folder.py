@@ -70,21 +70,6 @@ def test_every_reader_gets_the_newest_announced_version_in_its_layout(tmp_path):
     folder.close()
 
 
-def test_a_version_under_evaluation_is_read_once_for_all_shards(tmp_path, monkeypatch):
-    folder = writer(tmp_path)
-    publish(folder, 4, 5)
-    stored = reader(tmp_path)
-    stored.announce(5, [4])
-    assert stored.poll()
-    loads, load = [], WeightFolder.load
-    monkeypatch.setattr(WeightFolder, "load", lambda *args: loads.append(args[1]) or load(*args))
-    assert {stored.at(4, 0).version for _ in range(5)} == {4} and loads == [4]
-    stored.announce(5, [])
-    publish(folder, 6, 7)
-    assert stored.at(4, 0) is None  # it was dropped here and in the folder
-    folder.close()
-
-
 def test_the_start_model_replaces_version_0(tmp_path):
     starts = []
     stored = reader(tmp_path, start=lambda i: starts.append(i) or "start model")

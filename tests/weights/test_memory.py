@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tba_jax.devices.worker import StopFlag, Worker
 from tba_jax.weights.memory import OnDevices, Weights
 from tba_jax.weights.publication import make_publish_program
 
@@ -57,22 +56,12 @@ def test_a_reader_never_sees_parts_of_two_versions():
             if values != {float(version)}:
                 torn.append((version, values))
 
-    stop = StopFlag()
-    poller = Worker("poller", lambda: weights.poll(0.01), stop).start()
     reader = threading.Thread(target=read)
     reader.start()
-    try:
-        for version in range(1, 40):
-            weights.publish(version, tree(float(version)))
-            if version % 10 == 0:
-                weights.poll()
-                assert weights.latest(0).version == version
-    finally:
-        done.set()
-        reader.join(30)
-        stop.set()
-        poller.join(30)
-    stop.check()
+    for version in range(1, 40):
+        deliver(weights, version)
+    done.set()
+    reader.join(30)
     assert torn == []
 
 
@@ -98,17 +87,6 @@ def test_a_publisher_waits_for_no_delivery_and_the_newest_wins(monkeypatch):
     poller.join(30)
     assert weights.latest(0).version == 1
     assert weights.poll() and weights.latest(0).version == 5 and not weights.poll()
-
-
-def test_a_version_stays_until_its_evaluation_ends():
-    weights = memory()
-    weights.publish(1, tree(1.0))
-    weights.keep(1)  # delivers it before version 2 replaces it
-    for version in (2, 3):
-        deliver(weights, version)
-    assert weights.at(1, 0).version == 1 and weights.at(2, 0) is None
-    weights.keep_only([])
-    assert weights.at(1, 0) is None and weights.at(3, 0).version == 3
 
 
 def test_a_process_without_the_owner_follows_its_announcements():
