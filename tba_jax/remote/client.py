@@ -12,6 +12,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from tba_jax.devices.cluster import CONTINUE, PeerError
 from tba_jax.flow.tickets import DecodeCounts, EvaluationResult, EvaluationTicket, Result
@@ -32,7 +33,7 @@ class _Box:
     """
 
     mail: Mail
-    work: Work = ()
+    work: Sequence[Any] = ()
     is_waiting: bool = False
 
 

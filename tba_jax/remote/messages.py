@@ -76,7 +76,8 @@ _NAME = "\x00"  # key of an entry that stands for a value that msgpack does not 
 
 def encode(message: Any) -> bytes:
     """Return a message as bytes: JSON-compatible values, arrays, tuples, and the classes above."""
-    return msgpack.packb(message, default=_plain, strict_types=True, unicode_errors="surrogatepass")
+    packer = msgpack.Packer(default=_plain, strict_types=True, unicode_errors="surrogatepass")
+    return packer.pack(message)
 
 
 def _plain(x: Any) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from tba_jax.flow.tickets import Report, summarise
 from tba_jax.flow.trajectory import Draw
 from tba_jax.remote.channel import HEARTBEAT_S
 from tba_jax.remote.messages import Plan
+from tba_jax.remote.owner import Owner
 from tba_jax.run.errors import StarvedError, Watchdog
 from tba_jax.run.run_state import Run
 from tba_jax.run.search_process import POLL_S, search, search_workers, stop_workers
@@ -55,7 +56,7 @@ def train(run: Run, interrupted: Callable[[], bool]) -> None:
         WorkerError: a searcher or the weight poller failed; its cause has the traceback.
         PeerError: another process of the run does not respond.
     """
-    loop = (Loop if run.owner is None else OwnerLoop)(run, interrupted)
+    loop = Loop(run, interrupted)
     workers: list[Worker] = []
     try:
         workers = [worker.start() for worker in loop.workers()]
@@ -79,17 +80,24 @@ def train(run: Run, interrupted: Callable[[], bool]) -> None:
 
 
 class Loop:
-    """The loop of a trainer process that does not own the replay buffer; the base of the other.
+    """The loop of a trainer process; with `owner`, of the one that owns the replay buffer.
 
     Attributes:
         stop: stop flag of the workers of this process.
     """
 
     def __init__(self, run: Run, interrupted: Callable[[], bool]) -> None:
-        self.run, self.stop = run, StopFlag()
+        self.run, self.owner, self.stop = run, run.owner, StopFlag()
         self._plan, self._interrupted = Plan(), interrupted
         self._is_sync, self._newest_eval = run.config.driver == "sync", run.evaluated.last_eval_step
         self._ended = StopFlag()  # set when the owner reports the end of the run
+        self._watchdog = Watchdog(run.config.log.watchdog_s)
+        # Asynchronous: pairs of a decoding and a grading thread.
+        searching = () if self._is_sync else run.searchers
+        self._searching = [search_workers(each, self.stop) for each in searching]
+        self._merged_before = 0  # number of merged groups at the last step
+        if self._is_sync and self.owner is not None:
+            self.owner.allow(0, -1)
 
     def check(self) -> None:
         """Raise the failure of a worker, or of a request of another process."""
@@ -100,13 +108,23 @@ class Loop:
     def wants_stop(self) -> bool:
         """Return whether this process, or a process that reports to it, received a stop signal."""
         self.check()  # called while this process waits for a plan
-        return self._interrupted()
+        return self._interrupted() or (self.owner is not None and self.owner.wants_stop)
 
     def workers(self) -> list[Worker]:
-        """Return the workers: the searchers of this process, else the delivery of weights."""
-        if self.run.parts:
+        """Return the workers: searchers, delivery of weights, checks of the other processes."""
+        if self.owner is None and self.run.parts:
             return [Worker("search-process", self._search, self.stop)]
-        return [] if self._is_sync else [Worker("weight-poller", self._deliver_next, self.stop)]
+        found = [worker for pair in self._searching for worker in pair]
+        if not self._is_sync:
+            found.append(Worker("weight-poller", self._deliver_next, self.stop))
+        if self.owner is None:
+            return found
+        if self.owner.remote_searchers:
+            lose, period_s = self.owner.lose_silent, HEARTBEAT_S / 8
+            found.append(Worker("heartbeat-check", lose, self.stop, idle_s=period_s))
+        if not self._is_sync:
+            found.append(Worker("watchdog", self._watchdog.step, self.stop, idle_s=1.0))
+        return found
 
     def _deliver_next(self) -> bool:
         is_delivered = self.run.weights.poll(DELIVERY_S)
@@ -115,8 +133,8 @@ class Loop:
 
     def _announce(self) -> None:
         """Announce the newest delivered version to searchers of other processes."""
-        if self.run.owner is not None and (newest := self.run.weights.newest) is not None:
-            self.run.owner.version = newest
+        if self.owner is not None and (newest := self.run.weights.newest) is not None:
+            self.owner.version = newest
 
     def _search(self) -> bool:
         """Search until the owner reports the end of the run."""
@@ -188,70 +206,9 @@ class Loop:
             if run.hold is not None:
                 run.hold.check()
 
-    def begin(self) -> list[Report]:
-        """Prepare the first step; return the reports of responses that were merged."""
-        return [] if self._is_sync else self.sync(self.run.trainer.step_index)
-
-    def sync(self, step: int) -> list[Report]:
-        """React to a publication at `step`; return the reports of responses that were merged.
-
-        A publication that is due is skipped while the last one is still being written.
-        """
-        if self._is_sync:  # else a worker delivers, and a wait for storage would stop the trainer
-            self.run.weights.poll()
-        if self.run.is_evaluation_due(step, self._newest_eval):
-            self._newest_eval = step
-            self.run.weights.keep(step)
-        return []
-
-    def no_batch(self) -> list[Report]:
-        """Merge more responses for a batch; return their reports."""
-        return []
-
-    def stepped(self) -> dict[str, Any]:
-        """React to a step; return metrics of the searchers."""
-        return {}
-
-    def evaluate_last(self) -> None:
-        """Publish the final policy for its evaluation."""
-        run, step = self.run, self.run.trainer.step_index
-        if run.evaluated.last_eval_step < step:
-            run.trainer.publish()
-            run.weights.keep(step)
-            run.weights.poll()
-
-    def close(self) -> None:
-        """End the search; in the owner's process, notify all searchers."""
-        while self.run.parts and not self._ended.wait(POLL_S):
-            self.check()  # searchers work on evaluation shards until the owner has ended
-
-
-class OwnerLoop(Loop):
-    """The loop of the process that owns the replay buffer."""
-
-    def __init__(self, run: Run, interrupted: Callable[[], bool]) -> None:
-        super().__init__(run, interrupted)
-        assert run.owner is not None, "this process owns the buffer"
-        self.owner, self._watchdog = run.owner, Watchdog(run.config.log.watchdog_s)
-        # Asynchronous: pairs of a decoding and a grading thread.
-        searching = () if self._is_sync else run.searchers
-        self._searching = [search_workers(each, self.stop) for each in searching]
-        self._merged_before = 0  # number of merged groups at the last step
-        if self._is_sync:
-            self.owner.allow(0, -1)
-
-    def wants_stop(self) -> bool:
-        return self._interrupted() or self.owner.wants_stop
-
-    def workers(self) -> list[Worker]:
-        found = [worker for pair in self._searching for worker in pair]
-        if self.owner.remote_searchers:
-            lose, period_s = self.owner.lose_silent, HEARTBEAT_S / 8
-            found.append(Worker("heartbeat-check", lose, self.stop, idle_s=period_s))
-        if not self._is_sync:
-            found.append(Worker("weight-poller", self._deliver_next, self.stop))
-            found.append(Worker("watchdog", self._watchdog.step, self.stop, idle_s=1.0))
-        return found
+    def _own(self) -> Owner:
+        assert self.owner is not None, "this process owns the buffer"
+        return self.owner
 
     def _until(
         self, is_done: Callable[[], bool], what: str, progress: Callable[[], Any] = lambda: None
@@ -279,51 +236,62 @@ class OwnerLoop(Loop):
             elif time.monotonic() > deadline:
                 raise PeerError(
                     f"the searchers {what} within {limit_s:.0f} s (config.log.watchdog_s); missing "
-                    f"are {self.owner.absent}. Look at the output of their processes. {CONTINUE}"
+                    f"are {self._own().absent}. Look at the output of their processes. {CONTINUE}"
                 )
 
     def _merge(self, most: int | None = None) -> list[Report]:
         """Merge finished responses and record finished evaluations: both are progress."""
-        reports = self.owner.merge(self.run.trainer.step_index, most)
+        reports = self._own().merge(self.run.trainer.step_index, most)
         if self.run.record_evaluations() or reports:
             self._watchdog.kick()
         return reports
 
     def begin(self) -> list[Report]:
-        """Let other processes join; with driver=async, wait for the first responses.
+        """Let other processes join, and wait for the first responses; return their reports.
 
         A fleet does not wait for its searchers.
         """
-        run, owner = self.run, self.owner
-        if run.server is not None:
-            run.server.handlers = owner.handlers()
-        if run.trainer.step_index and run.evaluated.before is None:
-            owner.evaluations.request(0)  # interrupted before the start model was evaluated
-        if run.config.placement != "fleet" and owner.absent:
-            run.logs.progress.phase("waiting for the processes that search")
-            self._until(lambda: not owner.absent or self.wants_stop(), "did not all join")
-        reports: list[Report] = []
+        run, owner, reports = self.run, self.owner, list[Report]()
+        if owner is not None:
+            if run.server is not None:
+                run.server.handlers = owner.handlers()
+            if run.trainer.step_index and run.evaluated.before is None:
+                owner.evaluations.request(0)  # interrupted before the start model was evaluated
+            if run.config.placement != "fleet" and owner.absent:
+                run.logs.progress.phase("waiting for the processes that search")
+                self._until(lambda: not owner.absent or self.wants_stop(), "did not all join")
         if self._is_sync:
             return reports
-        start = run.clock()
-        run.logs.progress.phase("searchers fill the buffer")
-        while run.trainer.step_index == 0 and not self.wants_stop():
-            if run.buffer.num_trajectories and owner.is_filled:
-                break
-            self.check()
-            reports += self.no_batch()
-        # The first step of a process compiles; the display ends the phase after the first step.
-        run.logs.progress.phase("compiling the training step")
-        run.trainer.counters.wait_s += run.clock() - start
+        if owner is not None:
+            start = run.clock()
+            run.logs.progress.phase("searchers fill the buffer")
+            while run.trainer.step_index == 0 and not self.wants_stop():
+                if run.buffer.num_trajectories and owner.is_filled:
+                    break
+                reports += self.no_batch()
+            # The first step of a process compiles; the display ends the phase after it.
+            run.logs.progress.phase("compiling the training step")
+            run.trainer.counters.wait_s += run.clock() - start
         # Request the evaluation after the fill, so that it does not delay the first responses.
         return reports + self.sync(run.trainer.step_index)
 
     def sync(self, step: int) -> list[Report]:
-        return self._sample(step) if self._is_sync else self._merge_and_evaluate(step)
+        """React to a publication at `step`; return the reports of responses that were merged.
+
+        A publication that is due is skipped while the last one is still being written.
+        """
+        if self.owner is not None:
+            return self._sample(step) if self._is_sync else self._merge_and_evaluate(step)
+        if self._is_sync:  # else a worker delivers, and a wait for storage would stop the trainer
+            self.run.weights.poll()
+        if self.run.is_evaluation_due(step, self._newest_eval):
+            self._newest_eval = step
+            self.run.weights.keep(step)
+        return []
 
     def _sample(self, step: int) -> list[Report]:
         """Evaluate the new weights if that is due, sample with them, and merge (driver=sync)."""
-        run, owner, config = self.run, self.owner, self.run.config
+        run, owner, config = self.run, self._own(), self.run.config
         self._deliver()
         if run.is_evaluation_due(step, self._newest_eval):
             self._newest_eval = step
@@ -359,7 +327,7 @@ class OwnerLoop(Loop):
         if run.is_evaluation_due(version, self._newest_eval):  # else a later one is evaluated
             self._newest_eval = version
             run.weights.keep(version)
-            self.owner.evaluations.request(version)
+            self._own().evaluations.request(version)
         return reports
 
     def no_batch(self) -> list[Report]:
@@ -374,7 +342,7 @@ class OwnerLoop(Loop):
             self.stop.wait(POLL_S)
             reports = self._merge()
             first = -(-config.search.initial_fill // config.search.samples_per_prompt)
-            merged = self.owner.num_merged - self._merged_before
+            merged = self._own().num_merged - self._merged_before
             if merged <= _STARVED_BATCHES * max(config.batch.num_prompts, first):
                 return reports
             why = f"{merged:,} groups were merged since the last step"
@@ -387,7 +355,10 @@ class OwnerLoop(Loop):
         )
 
     def stepped(self) -> dict[str, Any]:
+        """React to a step; return metrics of the searchers."""
         run, owner = self.run, self.owner
+        if owner is None:
+            return {}
         extra: dict[str, Any] = {"search/skipped_prompts": owner.num_skipped, **run.fleet_metrics()}
         if (server := run.shared.rewards.server) is not None:
             extra |= {f"search/{name}": n for name, n in server.failures.take().items()}
@@ -415,7 +386,8 @@ class OwnerLoop(Loop):
         run.record_evaluations()
         if run.evaluated.last_eval_step < step:
             run.logs.progress.phase("evaluating the final policy")
-            self.owner.allow(0, -1)
+            if self.owner is not None:
+                self.owner.allow(0, -1)
             run.trainer.publish()
             self._deliver()
             self._evaluate(step)
@@ -435,13 +407,18 @@ class OwnerLoop(Loop):
         Raises:
             PeerError: no searcher finishes a shard for `log.watchdog_s`.
         """
-        evaluations = self.owner.evaluations
         self.run.weights.keep(version)
-        evaluations.request(version)
-        is_done, left = lambda: not evaluations.versions, lambda: evaluations.num_missing
-        self._until(is_done, "did not evaluate the policy", left)
-        self.run.record_evaluations()
+        if self.owner is not None:
+            evaluations = self.owner.evaluations
+            evaluations.request(version)
+            is_done, left = lambda: not evaluations.versions, lambda: evaluations.num_missing
+            self._until(is_done, "did not evaluate the policy", left)
+            self.run.record_evaluations()
 
     def close(self) -> None:
-        """Notify searchers of the end."""
-        self.owner.has_ended = True
+        """End the search: notify all searchers, or let those of this process wait for the end."""
+        if self.owner is not None:
+            self.owner.has_ended = True
+        elif self.run.parts:
+            while not self._ended.wait(POLL_S):
+                self.check()  # searchers work on evaluation shards until the owner has ended

@@ -7,7 +7,7 @@ import pytest
 from fake_tickets import House, make_result
 
 from tba_jax.config.schema import make_config
-from tba_jax.run.loop import Loop, OwnerLoop
+from tba_jax.run.loop import Loop
 
 
 def make_run(owner=None, **fields):
@@ -41,12 +41,12 @@ def test_a_trainer_without_the_buffer_waits_for_weight_files_with_sync_alone(dri
 def test_a_signal_ends_the_wait_for_responses_and_the_rest_is_sampled_later():
     house, signals = House(1), [False, False, True]
     run = make_run(house.owner, driver="sync", **{"search.initial_fill": 0})
-    loop = OwnerLoop(run, lambda: signals.pop(0) if signals else False)
+    loop = Loop(run, lambda: signals.pop(0) if signals else False)
     assert loop.sync(0) == [] and loop.wants_stop()  # no searcher answers
     house.save()
     house.restore()
     run.owner = house.owner
-    again = OwnerLoop(run, lambda: False)
+    again = Loop(run, lambda: False)
     run.searchers = (SimpleNamespace(step=lambda: False, grade=lambda: answer(house.owner)),)
     again.sync(0)
     assert house.owner.is_done
