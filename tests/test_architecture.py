@@ -167,6 +167,7 @@ LIMITS = {
     "commands": 1743,
     "config": 1062,
     "presets": 475,
+    "remote": 1050,
     "planning": 2300,
     "tasks": 1312,
 }

@@ -17,10 +17,7 @@ from tba_jax.devices.worker import StopFlag
 from tba_jax.remote.http_server import HttpServer, bind
 
 Handler = Callable[[bytes], bytes]
-"""Returns the response to a request; it may block for about a second.
-
-`Rewind`, `RunEnded` and `ValueError` reach the client; any other error ends the run."""
-
+"""Returns the response to a request; `Rewind`, `RunEnded` and ValueError reach the client."""
 HEARTBEAT_S = 30
 """Seconds without a heartbeat after which a process counts as lost."""
 _NUM_THREADS = 64  # threads that run handlers; each trainer process may block one
@@ -56,11 +53,8 @@ class Endpoint(NamedTuple):
 def own_address(towards: str = "") -> str:
     """Return the address of this machine that reaches another; "": that of the default route.
 
-    It is a loopback address only if `towards` is one: another machine would send the token to
-    itself.
-
-    Raises:
-        OSError: there is no route.
+    It is a loopback address only if `towards` is one: a client elsewhere would show its token to
+    its own machine.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((towards or "192.0.2.1", 9))  # sends nothing: the kernel chooses
@@ -77,8 +71,7 @@ class ChannelServer:
             connections of this machine only.
 
     Attributes:
-        handlers: method name -> handler, which runs on one of several threads; {}: the process is
-            starting, or has failed.
+        handlers: method name -> handler; {}: the process is starting, or has failed.
         failure: `failure.check()` raises the first unexpected error of a handler.
     """
 
@@ -100,7 +93,6 @@ class ChannelServer:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def _respond(self, request: Any) -> Any:
-        """Return the HTTP response to an HTTP request."""
         from starlette.responses import Response
 
         # Checked before the body is read: a sender without the token must not fill the memory.

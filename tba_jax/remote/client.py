@@ -27,14 +27,11 @@ _SLOW_S = 20.0  # a longer wait for the trainer is logged
 
 @dataclasses.dataclass
 class _Box:
-    """Mail of one searcher for the next request, and work of the responses.
-
-    `is_waiting`: a request with the searcher's demand is under way.
-    """
+    """Mail of one searcher for the next request, and work of the responses."""
 
     mail: Mail
     work: Sequence[Any] = ()
-    is_waiting: bool = False
+    is_waiting: bool = False  # for the response to its demand
 
 
 class Client:
@@ -67,11 +64,7 @@ class Client:
         self._sent_s, self._retry_s = -math.inf, 0.0
 
     def join(self, searchers: Sequence[int], identity: str) -> None:
-        """Join the owner, and forget everything of an earlier one.
-
-        Raises:
-            RunEnded: the run has ended. PeerError: the owner refuses this process, or is silent.
-        """
+        """Join the owner, and forget everything of an earlier one; raises as `exchange`."""
         request = encode((tuple(searchers), self.host, identity))
         place = decode(self._call("join", lambda: request), str)
         with self._lock:
@@ -105,8 +98,7 @@ class Client:
     def exchange(self, wants_stop: Callable[[], bool]) -> bool:
         """Send what the searchers have left, if a request is due; return whether it was.
 
-        Args:
-            wants_stop: whether this process received a stop signal; called before each attempt.
+        `wants_stop` returns whether this process received a stop signal; it may raise.
 
         Raises:
             Rewind, RunEnded: the searchers must join again, or end.
@@ -133,11 +125,7 @@ class Client:
         return True
 
     def step(self, step: int, wants_stop: Callable[[], bool]) -> Plan:
-        """Return the owner's plan of a step, as soon as there is one; `wants_stop` may raise.
-
-        Raises:
-            PeerError: the owner refuses this process, or does not respond.
-        """
+        """Return the owner's plan of a step, as soon as there is one; raises as `exchange`."""
         data = b""
         while not data:  # an empty response: the step is not decided yet
             data = self._call("step", lambda: encode((step, wants_stop())))

@@ -40,11 +40,11 @@ class EvaluationQueue:
             if not self._missing or searcher in self._taken:
                 return None
             busy = set(self._taken.values())
-            tickets = [each for missing in self._missing.values() for each in missing.values()]
-            ticket = next((x for x in tickets if (x.version, x.first) not in busy), None)
-            if ticket is not None:
-                self._taken[searcher] = ticket.version, ticket.first
-            return ticket
+            for ticket in [x for missing in self._missing.values() for x in missing.values()]:
+                if (ticket.version, ticket.first) not in busy:
+                    self._taken[searcher] = ticket.version, ticket.first
+                    return ticket
+            return None
 
     def put(self, searcher: int, result: EvaluationResult) -> None:
         """Accept the result of a shard; without a result, another searcher may take the shard."""
@@ -61,13 +61,11 @@ class EvaluationQueue:
                 return
             self._shards[version].append(shard)
         with self._merging:
-            while (complete := next(iter(self.versions), None)) is not None:
-                if self._missing[complete]:
-                    break
-                evaluation = self._evaluator.merge(self._shards[complete])  # may take seconds
+            while self.versions and not self._missing[oldest := self.versions[0]]:
+                evaluation = self._evaluator.merge(self._shards[oldest])  # may take seconds
                 with self._lock:
-                    self._finished.append((complete, evaluation))
-                    del self._missing[complete], self._shards[complete]
+                    self._finished.append((oldest, evaluation))
+                    del self._missing[oldest], self._shards[oldest]
 
     def lose(self, searcher: int) -> None:
         """Let another searcher work on the shard of this one."""

@@ -12,16 +12,11 @@ from typing import Any
 Application = Callable[[Any, Any, Any], Awaitable[None]]
 """An ASGI application: (scope, receive, send)."""
 
-_START_S = 30.0
-_STOP_S = 10.0
+_START_S, _STOP_S = 30.0, 10.0  # longest waits
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Return a socket that listens at an address; port 0: any free port.
-
-    Raises:
-        OSError: the port is in use, not permitted, or no port number.
-    """
+    """Return a socket that listens at an address (port 0: any free port), or raise OSError."""
     if not 0 <= port < 2**16:
         raise OSError("a port is a number from 0 to 65535")
     return socket.create_server(
@@ -30,11 +25,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class HttpServer:
-    """HTTP server of one application at a socket of `bind`; it accepts requests.
-
-    Raises:
-        TimeoutError: the server did not start in time.
-    """
+    """HTTP server of one application at a socket of `bind`; it accepts requests at once."""
 
     def __init__(self, application: Application, name: str, bound: socket.socket) -> None:
         import uvicorn  # slow; runs of one process need no server

@@ -29,13 +29,10 @@ Work = Sequence[Ticket] | Sequence[EvaluationTicket]
 
 
 class Mail(NamedTuple):
-    """Results, demand and metrics of one searcher: arguments of the methods of `Owner`.
-
-    `free` is -1 if the searcher wants no work.
-    """
+    """Results, demand and metrics of one searcher: arguments of the methods of `Owner`."""
 
     searcher: int
-    free: int = -1
+    free: int = -1  # no work is wanted
     version: int = -1
     idle_s: float = 0.0
     decoded: DecodeCounts = DecodeCounts()
@@ -43,19 +40,12 @@ class Mail(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """Decision on one step, the same for every trainer process.
+    """Decision on one step, the same for every trainer process; without batch and stop: wait."""
 
-    Attributes:
-        stop: whether the run ends before this step.
-        publish: whether to publish after this step, if a publication is due.
-        batch: batch to train on; None if the run ends, or if there is none yet.
-        draws: draws in the batch; empty in processes that did not draw the batch.
-    """
-
-    stop: bool = False
-    publish: bool = True
+    stop: bool = False  # whether the run ends before this step
+    publish: bool = True  # whether a publication that is due after this step is made
     batch: Batch | None = None
-    draws: Sequence[Draw] = ()
+    draws: Sequence[Draw] = ()  # empty in processes that did not draw the batch
 
 
 def _array(dtype: str, shape: Sequence[int], data: bytes) -> np.ndarray:

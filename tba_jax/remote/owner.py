@@ -23,24 +23,17 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tba_jax.flow import tickets as flow
 from tba_jax.flow.layout import RowLayout
 from tba_jax.flow.state import PartState
-from tba_jax.flow.tickets import (
-    DecodeCounts,
-    EvaluationResult,
-    Report,
-    Result,
-    Ticket,
-    check_result,
-)
+from tba_jax.flow.tickets import DecodeCounts, EvaluationResult, Report, Result, Ticket
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.remote.channel import HEARTBEAT_S, Handler, Rewind, RunEnded
 from tba_jax.remote.evaluation_queue import EvaluationQueue
 from tba_jax.remote.messages import Mail, Plan, Work, decode, encode
 from tba_jax.replay.buffer import ReplayBuffer
 
-# Size of the results that are not merged yet, above which no ticket begins.
-_MOST_BYTES = 64 * 2**20
+_MOST_BYTES = 64 * 2**20  # of results that are not merged yet; above, no ticket begins
 _MAX_REQUESTS_PER_S = 400.0  # from all processes without work
 _RETRY_S = 0.02  # shortest time between two requests of one of them
 _LONG_POLL_S = 1.0  # longest wait of a request for a step; the client then repeats it
@@ -48,35 +41,22 @@ _LONG_POLL_S = 1.0  # longest wait of a request for a step; the client then repe
 # which every process has contributed.
 _NUM_KEPT = 3
 # Attributes of an owner that a checkpoint has.
-_COUNTERS = (
-    *("_next", "_num_begun", "num_given", "_num_generated", "_num_lost", "num_skipped"),
-    "decoded_tokens",
-)
+_COUNTERS = ("_next", "_num_begun", "num_given", "_num_generated", "_num_lost")
+_COUNTERS += ("num_skipped", "decoded_tokens")
 
 
 class OwnerSettings(NamedTuple):
-    """Settings of an owner.
+    """Settings of an owner."""
 
-    Attributes:
-        identity: digest of the code and ID of the run, which other processes must have.
-        num_local: number of searchers of this process, the first ones.
-        has_other_trainers: whether other processes request the steps.
-        num_prompts: p, groups in a batch.
-        share: m, mean share of fresh groups in a batch.
-        max_staleness: bound on staleness in steps; 0: no bound.
-        initial_fill: responses needed before the first step, besides given ones.
-        samples_per_prompt: S, number of responses of a ticket.
-    """
-
-    identity: str
+    identity: str  # digest of the code and ID of the run, which other processes must have
     num_searchers: int
-    num_local: int
-    has_other_trainers: bool
-    num_prompts: int
-    share: float
-    max_staleness: int
-    initial_fill: int
-    samples_per_prompt: int
+    num_local: int  # searchers of this process, the first ones
+    has_other_trainers: bool  # whether other processes request the steps
+    num_prompts: int  # p, groups in a batch
+    share: float  # m, mean share of fresh groups in a batch
+    max_staleness: int  # bound in steps; 0: no bound
+    initial_fill: int  # responses needed before the first step, besides given ones
+    samples_per_prompt: int  # S, responses of a ticket
 
 
 @dataclasses.dataclass
@@ -96,7 +76,6 @@ class Owner:
 
     Args:
         prompts: number -> (number, prompt) of the first usable prompt from this number on.
-        layout: layout of draws in a batch.
         given: tickets of given responses, numbered from 0; sampled tickets follow.
         is_publishing: whether the last published weights are still being written. If so, the next
             publication is left out; None: every version is needed, and a publication waits.
@@ -110,7 +89,6 @@ class Owner:
         decoded_tokens: sampled tokens of all results.
         num_skipped: number of too long prompts that were left out, with repeats.
         num_merged: number of merged results of this process.
-        remote_searchers: IDs of the searchers of other processes.
     """
 
     def __init__(
@@ -143,19 +121,15 @@ class Owner:
         self._open: dict[int, int] = {}  # number of a ticket -> searcher
         self._results: dict[int, Result] = {}  # not merged yet, by number
         self._num_bytes = self._num_generated = self._num_lost = self._num_duplicates = 0
-        self._num_begun = 0
         self._allowed: tuple[int, int] | None = None  # tickets and version, with driver=sync
         self._most_each = 0  # open tickets of a searcher, with driver=sync
-        self._step = self._num_fresh = 0
+        self._step = self._num_fresh = self._num_begun = 0
         self._decoded = DecodeCounts()
 
     # The four methods.
 
     def take(self, searcher: int, free: int, version: int) -> Work:
-        """Return an evaluation shard for a searcher, or at most `free` tickets to begin.
-
-        `version` is that of the searcher's weights; -1: it has none.
-        """
+        """Return an evaluation shard, or at most `free` tickets for weights of this version."""
         if (shard := self.evaluations.take(searcher)) is not None:
             return [shard]
         with self._lock:
@@ -175,7 +149,7 @@ class Owner:
         """
         finished = [each for each in results if isinstance(each, Result)]
         for result in finished:
-            check_result(result)
+            flow.check_result(result)
             if result.number >= self._next:
                 raise ValueError(f"ticket {result.number} was not issued; take tickets first")
         with self._lock:
@@ -192,10 +166,7 @@ class Owner:
             self._decoded = self._decoded.plus(decoded)
 
     def step(self, step: int, wants_stop: Callable[[], bool]) -> Plan:
-        """Return plan and batch after `step` completed steps; all processes get it.
-
-        A plan to wait for data, without batch and stop, is not sent.
-        """
+        """Return plan and batch after `step` completed steps; `Plan()`: there is no batch yet."""
         plan = Plan(stop=True)
         if not (wants_stop() or self.wants_stop):
             draws = self._buffer.draw(self._layout.num_prompts, self._layout.group_size, step)
@@ -289,25 +260,21 @@ class Owner:
         self.decoded_tokens += result.report.tokens
 
     def merge(self, step: int, most: int | None = None) -> list[Report]:
-        """Move results into the buffer, in the order of their numbers, and check the ledger.
+        """Move results, at most `most`, into the buffer in the order of their numbers.
 
-        `step` training steps are completed; `most` limits the results, for an exact lag.
+        `step` is the number of completed training steps. The ledger is checked.
         """
         with self._lock:
             numbers = sorted(self._results)[:most]
             results = [self._results.pop(number) for number in numbers]
             self._num_bytes -= sum(result.num_bytes for result in results)
-            waiting, generated = self._num_waiting, self._num_generated
+            generated, waiting = self._num_generated, self.ledger()["waiting"]
         if results:
             self._buffer.merge([result.group for result in results], step)
             self.num_merged += len(results)
         self._buffer.check_ledger(waiting, generated)
         self.note_step(step)
         return [result.report for result in results]
-
-    @property
-    def _num_waiting(self) -> int:
-        return sum(result.generated for result in self._results.values())
 
     def note_step(self, step: int) -> None:
         """Set the number of completed steps, and count the groups that wait in the buffer."""
@@ -347,7 +314,8 @@ class Owner:
         """Return the numbers of responses: generated, waiting for a merge, and lost."""
         with self._lock:
             generated = self._num_generated + self._num_lost
-            return {"generated": generated, "waiting": self._num_waiting, "lost": self._num_lost}
+            waiting = sum(result.generated for result in self._results.values())
+            return {"generated": generated, "waiting": waiting, "lost": self._num_lost}
 
     # Searchers of other processes.
 
@@ -390,11 +358,9 @@ class Owner:
     def answer(self, place: str, number: int, wants_stop: bool, mails: Sequence[Mail]) -> bytes:
         """Respond to the searchers of a process: `put`, `beat` and `take` in one message.
 
-        `number` counts the requests of a place; a repeated request gets the same response.
-
-        Returns:
-            As bytes: newest version (-1: none), versions under evaluation, seconds after which
-            searchers without work may ask again, and work for each mail.
+        `number` counts the requests of a place; a repeated request gets the same response: newest
+        version (-1: none), versions under evaluation, seconds after which searchers without work
+        may ask again, and work for each mail.
 
         Raises:
             RunEnded: the run has ended. Rewind: the process must join again.
@@ -413,12 +379,12 @@ class Owner:
             if number > process.number:  # else the response was lost on the way
                 process.last_message_s, process.is_lost = self._clock(), False
                 self.wants_stop = self.wants_stop or wants_stop
-                work: list[Work] = []
                 for mail in mails:
                     self.beat(mail.searcher, mail.idle_s, mail.decoded)
-                    has_demand = mail.free >= 0
-                    taken = self.take(mail.searcher, mail.free, mail.version) if has_demand else []
-                    work.append(taken)
+                work = [
+                    self.take(mail.searcher, mail.free, mail.version) if mail.free >= 0 else []
+                    for mail in mails
+                ]
                 retry_s = max(_RETRY_S, len(self._processes) / _MAX_REQUESTS_PER_S)
                 response = self.version, self.evaluations.versions, retry_s, work
                 process.number, process.response = number, encode(response)
@@ -499,5 +465,5 @@ class Owner:
             self._again, self._open = list(state.meta["open"]), {}
             for name in _COUNTERS:
                 setattr(self, name, state.meta[name])
-            for searcher, idle_s in enumerate(state.meta["idle_s"][: len(self.idle_s)]):
-                self.idle_s[searcher] = idle_s
+            saved = state.meta["idle_s"][: len(self.idle_s)]  # the number of searchers may differ
+            self.idle_s[: len(saved)] = saved
