@@ -67,7 +67,6 @@ class TrainerProcess:
         """Begin or continue the run; return its outcome.
 
         Args:
-            token: bearer token of the run's channel.
             number: number of this process in the trainer group; process 0 owns the buffer.
             addresses: addresses of all members; Ray waits for them before this call.
 
@@ -82,11 +81,9 @@ class TrainerProcess:
             write_json(workdir / OWNER, {"address": server.endpoint.address})
         cluster = start_cluster(config, Address(addresses[0], len(addresses), number))
         link = connect(config, cluster, range(cluster.num_processes), server)
-        stopped = self._interrupted.is_set
+        options: Any = {"hold": None, "start_s": start_s, "link": link}
         with peer_errors(cluster):
-            outcome = conduct(
-                config, workdir, cluster, stopped, hold=None, start_s=start_s, link=link
-            )
+            outcome = conduct(config, workdir, cluster, self._interrupted.is_set, **options)
         cluster.close()
         return outcome
 
@@ -99,13 +96,10 @@ class SearcherProcess:
     """A process of searchers as a Ray actor; Ray runs `run` again when the process dies."""
 
     def run(self, config: Config, workdir: Path, token: str, searchers: range) -> None:
-        """Search until the driver ends this process.
+        """Search until the driver ends this process, or the trainer refuses it.
 
         After the end of the run this method waits and joins again: if the trainer dies before its
         last save, the next trainer needs the searchers.
-
-        Raises:
-            PeerError: the trainer refuses this process.
         """
         from tba_jax.devices.platform import open_cache
         from tba_jax.run.search_process import search
@@ -124,22 +118,16 @@ class SearcherProcess:
         name = f"{socket.gethostname()}/{os.getpid()}"
         # The driver decides how long searchers wait for a trainer.
         client = Client(channel, name, timeout_s=math.inf, log=_print)
-        try:
+        with contextlib.closing(shared.rewards):
             while True:
                 search(shared.identity, parts, weights, client, stop=StopFlag())
                 time.sleep(_ENDED_S)
-        finally:
-            shared.rewards.close()
 
 
 def train_fleet(
     config: Config, workdir: Path, hold: StopFlag, *, interrupted: Callable[[], bool]
 ) -> Outcome:
-    """Begin a run with placement=fleet, or continue the run in the work directory.
-
-    Args:
-        workdir: work directory, visible on all machines.
-        interrupted: returns True if the run must stop; an interrupted run can be continued.
+    """Begin a run with placement=fleet, or continue the one in a folder that all machines see.
 
     Raises:
         UserError: Ray is not installed or not reachable.
@@ -162,11 +150,7 @@ def train_fleet(
 
 @contextlib.contextmanager
 def connected(config: Config) -> Iterator[Any]:
-    """Connect to Ray, and keep the signal handlers of this process.
-
-    Raises:
-        UserError: Ray is not installed, or does not start.
-    """
+    """Connect to Ray, and keep the signal handlers of this process; raise UserError without Ray."""
     fleet = config.fleet
     options: dict[str, Any] = {"address": fleet.address, "logging_level": logging.ERROR}
     # Ray reads these variables when it is imported or starts a cluster.
@@ -183,8 +167,8 @@ def connected(config: Config) -> Iterator[Any]:
         # `ray.init(_node_ip_address="127.0.0.1")` replaces it by that of a network interface.
         variables["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
         # Ray counts processes, not cores, so that a laptop can run all of them.
-        num_processes = fleet.max_searchers // config.num_searchers
         cpus = fleet.trainer_hosts * _resources(fleet.trainer)["num_cpus"]
+        num_processes = fleet.max_searchers // config.num_searchers
         cpus += num_processes * _resources(fleet.searcher)["num_cpus"]
         options |= {"num_cpus": max(1, math.ceil(cpus)), "include_dashboard": False}
         options |= {"object_store_memory": 2**27}  # no messages use the object store
@@ -247,9 +231,6 @@ class Fleet:
 
     def look(self, is_interrupted: bool) -> Outcome | None:
         """Wait a moment, and restart processes that ended; return the outcome of a finished run.
-
-        Args:
-            is_interrupted: whether the trainer must save and end.
 
         Raises:
             FleetError: processes fail without progress, or the trainer died after an interruption.
@@ -338,11 +319,7 @@ class Fleet:
         self._start_trainer()
 
     def _count_failure(self, name: str, why: str) -> int:
-        """Count a failure of a process; return the step of the newest checkpoint, or -1.
-
-        Raises:
-            FleetError: too many failures without a checkpoint in between.
-        """
+        """Count a failure; return the step of the newest checkpoint or -1, or raise FleetError."""
         names = (path.name for path in (self._workdir / "checkpoints").glob("*"))
         step = max((int(name) for name in names if name.isdigit()), default=-1)
         if step != self._counted_at:

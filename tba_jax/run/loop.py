@@ -46,10 +46,7 @@ _STARVED_BATCHES = 20
 def train(run: Run, interrupted: Callable[[], bool]) -> None:
     """Train until the last step or an interruption, save, and evaluate the final policy.
 
-    All trainer processes of the run call this function.
-
-    Args:
-        interrupted: returns True if the run must stop; called between steps.
+    All trainer processes of the run call this function. `interrupted` returns whether to stop.
 
     Raises:
         StarvedError: no batch can be drawn. NonFiniteError: loss or gradient is not finite.
@@ -80,11 +77,7 @@ def train(run: Run, interrupted: Callable[[], bool]) -> None:
 
 
 class Loop:
-    """The loop of a trainer process; with `owner`, of the one that owns the replay buffer.
-
-    Attributes:
-        stop: stop flag of the workers of this process.
-    """
+    """The loop of a trainer process; with `owner`, of the one that owns the replay buffer."""
 
     def __init__(self, run: Run, interrupted: Callable[[], bool]) -> None:
         self.run, self.owner, self.stop = run, run.owner, StopFlag()
@@ -215,12 +208,8 @@ class Loop:
     ) -> None:
         """Wait for other threads and processes; with driver=sync, let the local searchers work.
 
-        Args:
-            what: what the searchers failed to do, for the error.
-            progress: returns a value that changes when the searchers make progress.
-
         Raises:
-            PeerError: there is no progress for `log.watchdog_s`.
+            PeerError: the value of `progress` does not change for `log.watchdog_s`.
         """
         limit_s = self.run.config.log.watchdog_s
         seen, deadline = progress(), time.monotonic() + limit_s
@@ -247,17 +236,14 @@ class Loop:
         return reports
 
     def begin(self) -> list[Report]:
-        """Let other processes join, and wait for the first responses; return their reports.
-
-        A fleet does not wait for its searchers.
-        """
+        """Let other processes join, and wait for the first responses; return their reports."""
         run, owner, reports = self.run, self.owner, list[Report]()
         if owner is not None:
             if run.server is not None:
                 run.server.handlers = owner.handlers()
             if run.trainer.step_index and run.evaluated.before is None:
                 owner.evaluations.request(0)  # interrupted before the start model was evaluated
-            if run.config.placement != "fleet" and owner.absent:
+            if run.config.placement != "fleet" and owner.absent:  # a fleet begins with those there
                 run.logs.progress.phase("waiting for the processes that search")
                 self._until(lambda: not owner.absent or self.wants_stop(), "did not all join")
         if self._is_sync:
@@ -331,11 +317,7 @@ class Loop:
         return reports
 
     def no_batch(self) -> list[Report]:
-        """With driver=async, wait and merge.
-
-        Raises:
-            StarvedError: many merged responses did not fill a batch.
-        """
+        """With driver=async, wait and merge; raise StarvedError after many merged responses."""
         run, config = self.run, self.run.config
         why = "every response of the last tickets was rejected, evicted or aged out"
         if not self._is_sync:
@@ -402,11 +384,7 @@ class Loop:
         self._announce()
 
     def _evaluate(self, version: int) -> None:
-        """Evaluate a version while no searcher samples, and record the result.
-
-        Raises:
-            PeerError: no searcher finishes a shard for `log.watchdog_s`.
-        """
+        """Evaluate a version while no searcher samples, and record the result."""
         self.run.weights.keep(version)
         if self.owner is not None:
             evaluations = self.owner.evaluations

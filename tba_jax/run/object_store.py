@@ -36,10 +36,7 @@ def storage_of(workdir: str | os.PathLike[str]) -> epath.Path:
 
 @contextlib.contextmanager
 def opened(address: str) -> Iterator[tuple[Path, StopFlag]]:
-    """Lock a work directory in an object store, and fetch its small files into a local folder.
-
-    Yields:
-        The local folder, and the flag of the lock.
+    """Lock a work directory in an object store; yield a local folder, and the flag of the lock.
 
     Raises:
         UserError: the store or the directory cannot be used, or another process holds it.

@@ -62,7 +62,7 @@ def search(
             weights.reset()
             _search_once(parts, weights, client, stop, wants_stop)
         except RunEnded:
-            return  # the trainer still computes final results; this process has no more work
+            return
         except Rewind as rewind:
             client.log(str(rewind))
 
