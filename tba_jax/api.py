@@ -107,14 +107,14 @@ def run_training(
     signals = [signal.SIGINT] if is_main else []
     stop = Interruption(signals, second=signal.default_int_handler)
     with contextlib.closing(stop), surviving_closed_outputs():
-        outcome = train(config, workdir, interrupted=stop, callbacks=callbacks)
-    assert outcome is not None, "this process trains"
-    if not outcome.is_finished:
+        report = train(config, workdir, interrupted=stop, callbacks=callbacks)
+    assert report is not None, "this process trains"
+    if report["steps"] < config.num_steps:
         raise KeyboardInterrupt(
-            f"stopped at step {outcome.step} of {config.num_steps}; the run is saved in {workdir}. "
-            "Call the function again to continue"
+            f"stopped at step {report['steps']} of {config.num_steps}; the run is saved in "
+            f"{workdir}. Call the function again to continue"
         )
-    return outcome.report
+    return report
 
 
 def _with_given(config: Config, reward: Any, objective: Any, in_process: bool) -> Config:

@@ -37,14 +37,8 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
     from tba_jax.devices.site import Site, reading_mesh
     from tba_jax.models.tokenizer import Tokenizer
     from tba_jax.rewards.kinds import make_source
+    from tba_jax.run import model_parts
     from tba_jax.run import task_parts as parts
-    from tba_jax.run.model_parts import (
-        decoder_weights,
-        describe_model,
-        make_decoder,
-        model_path,
-        start_weights,
-    )
     from tba_jax.search.prompts import PromptReader
 
     devices = jax.local_devices()
@@ -60,14 +54,14 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
     site = Site(Mesh(np.array(devices[:num]), ("model",)))
 
     def start_params(_: Site) -> Any:
-        found = describe_model(config)
+        found = model_parts.describe_model(config)
         if found.config != model_config:
             raise ValueError(
-                "an evaluation with eval.gold compares with the model at config.model.path = "
-                f"{model_path(config)!r}, which has another architecture; name the right one, or "
-                "set --config.eval.gold=''"
+                f"config.model.path = {model_parts.model_path(config)!r}: eval.gold compares with "
+                "this model, which has another architecture; name the right one, or set "
+                "--config.eval.gold=''"
             )
-        return start_weights(config, found, source, site.mesh)
+        return model_parts.start_weights(config, found, source, site.mesh)
 
     with contextlib.ExitStack() as stack:
 
@@ -81,7 +75,7 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
         environments = closed(parts.make_environments(config, tokenizer))
         gold = closed(parts.make_gold(config, task, tokenizer, site))
         measures = parts.make_measures(config, tokenizer, model_config, gold, start_params, [site])
-        decoder = make_decoder(config, model_config, tokenizer, site)
+        decoder = model_parts.make_decoder(config, model_config, tokenizer, site)
         grader = parts.make_grader(config, task, tokenizer, rewards)
         parts.check_environments(config, task, environments)
         answer = parts.make_shard_evaluator(config, decoder, grader, measures[site], environments)
@@ -90,7 +84,7 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
         # A large model takes minutes. Standard output is for the result alone.
         count = f"{len(evaluator.prompts):,}"
         print(f"{task.name}: evaluating {count} held-out prompts", file=sys.stderr, flush=True)
-        weights = decoder_weights(config, model_config, params, source, site.mesh)
+        weights = model_parts.decoder_weights(config, model_config, params, source, site.mesh)
         shards = [answer.evaluate(weights, ticket) for ticket in evaluator.tickets(0)]
         return evaluator.merge(shards).metrics()
 

@@ -17,7 +17,7 @@ from tba_jax.models import lora
 from tba_jax.models.shardings import param_shardings
 from tba_jax.run.checkpoint import open_newest
 from tba_jax.run.errors import UserError
-from tba_jax.run.model_parts import abstract_state, describe_model, policy_config
+from tba_jax.run.model_parts import describe_model, make_step_shardings, policy_config
 from tba_jax.run.object_store import run_folder
 from tba_jax.run.workdir import saved_config
 
@@ -71,7 +71,7 @@ def load_policy(workdir: str | os.PathLike[str]) -> tuple[int, Any, Any, dict[st
     mesh = reading_mesh(model_config.hidden_size, jax.local_devices())
     policy = policy_config(config, model_config)
     checkpoints, step = open_newest(folder)
-    params = checkpoints.read(step, abstract_state(config, model_config, mesh)).params
+    params = checkpoints.read(step, make_step_shardings(config, model_config, mesh).abstract).params
     if policy.adapters is not None:
         base = source.load_params(
             param_dtype=jnp.dtype(config.model.param_dtype),

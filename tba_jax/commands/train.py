@@ -19,14 +19,16 @@ from tba_jax.commands.entry_point import make_parser
 from tba_jax.commands.interruption import Interruption, surviving_closed_outputs
 from tba_jax.config.advice import notes
 from tba_jax.config.command_line import local_folder, override
+from tba_jax.config.resolved import asked
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config, flatten
 from tba_jax.devices.cluster import Address, Cluster, PeerError, resolve_address
+from tba_jax.devices.placement import divide
 from tba_jax.remote.channel import HEARTBEAT_S
 from tba_jax.run.errors import UserError, tell
 from tba_jax.run.peers import start_cluster
 from tba_jax.run.run import train
-from tba_jax.run.workdir import begun_config, default_workdir
+from tba_jax.run.workdir import begun_config
 from tba_jax.storage.whole_files import is_address
 
 # This runs before JAX is imported, so that times count from the start of the command.
@@ -62,7 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"no --config given{stray}; try --config=math")
     config = override(None, [f"--config={args.config}", *overrides])
     validate(config)
-    given = args.workdir or default_workdir(config)
+    name = f"{config.name.replace('/', '-')}-seed{config.seed}"
+    given = args.workdir or os.path.join("runs", name)
     workdir = given if is_address(given) else local_folder(given)
     job = resolve_address(args.coordinator, args.num_processes, args.process_id)
     from tba_jax.planning.choices import choose, lines
@@ -71,35 +74,29 @@ def main(argv: Sequence[str] | None = None) -> int:
         begun = begun_config(workdir) if isinstance(workdir, Path) else {}
         config = choose(config, begun, is_job=job.num_processes != 1)
         validate(config)
-    except Exception:
-        if args.dry_run:  # print the given settings, without those that could not be chosen
-            _print_settings(given, config)
-        raise
+    finally:  # after an error, without the settings that could not be chosen
+        if args.dry_run:
+            print(json.dumps({"workdir": str(given), **flatten(config)}, indent=1))
     for line in lines(config):
         print(line, file=sys.stderr if args.dry_run else sys.stdout)
     if args.dry_run:
-        return _dry_run(given, config)
+        return _dry_run(config)
     with surviving_closed_outputs():
-        if job.num_processes == 1 and config.placement != "fleet":
-            return _run(config, workdir)
-        if not isinstance(workdir, Path):
+        is_alone, interrupted = job.num_processes == 1, Interruption()
+        if not isinstance(workdir, Path) and not (is_alone and config.placement != "fleet"):
             raise UserError(
                 "a run of several processes needs a work directory that is a folder, shared by all "
                 f"hosts; --workdir={workdir} is an object store"
             )
-        return _run(config, workdir) if job.num_processes == 1 else _run_job(config, workdir, job)
+        if is_alone:
+            return _run(config, workdir, interrupted)
+        return _run_job(config, Path(workdir), interrupted, job)
 
 
-def _print_settings(workdir: object, config: Config) -> None:
-    print(json.dumps({"workdir": str(workdir), **flatten(config)}, indent=1))
-
-
-def _dry_run(workdir: object, config: Config) -> int:
-    """Print all settings, and check what a run needs."""
+def _dry_run(config: Config) -> int:
+    """Check what a run needs."""
     from tba_jax.models.hf import folders, tokenizer_files
-    from tba_jax.run.task_parts import preflight
 
-    _print_settings(workdir, config)
     for line in notes(config):
         print(f"note: {line}", file=sys.stderr)
     preflight(config)
@@ -110,31 +107,49 @@ def _dry_run(workdir: object, config: Config) -> int:
     return 0
 
 
-def _run(config: Config, workdir: Path | str, job: Cluster | None = None) -> int:
+def preflight(config: Config) -> None:
+    """Check config, data, model, rewards and devices; raise the first problem. Reads no weights."""
+    from tba_jax.run import model_parts, task_parts
+    from tba_jax.search.prompts import text_of
+
+    validate(config)
+    task = task_parts.make_task(config)
+    task.size("train")
+    model = model_parts.describe_model(config, with_weights=False)
+    model_parts.longest_sequence(config, model.config)
+    tokenizer = model.load_tokenizer()
+    text_of(task, tokenizer, "train", 0)
+    task_parts.try_rewards(config, task)
+    policy = model_parts.policy_config(config, model.config)
+    if server := task_parts.make_server(config, policy, tokenizer, Path()):
+        server.check()
+    if config.placement != "hosts":  # the devices of other hosts are not known here
+        start_cluster(config)
+        import jax
+
+        divide(config.placement, jax.local_devices(), asked(config), jax.process_index())
+
+
+def _run(
+    config: Config, workdir: Path | str, interrupted: Interruption, job: Cluster | None = None
+) -> int:
     """Train, or report that the run is finished; return the exit code of a single process."""
-    interrupted = Interruption()
-    outcome = train(config, workdir, interrupted=interrupted, start_s=_PROCESS_START, job=job)
-    if outcome is None:  # the first trainer process reports
+    report = train(config, workdir, interrupted=interrupted, start_s=_PROCESS_START, job=job)
+    if report is None:  # the first trainer process reports
         return 0
     workdir, number = str(workdir).rstrip("/"), interrupted.signal_number
-    if not outcome.is_finished:
+    if report["steps"] < config.num_steps:
         cause = "a signal to another process" if number is None else signal.Signals(number).name
         print(
-            f"Stopped by {cause} at step {outcome.step} of {config.num_steps}; saved. "
+            f"Stopped by {cause} at step {report['steps']} of {config.num_steps}; saved. "
             "Run the same command again to continue."
         )
         return 128 + (number or signal.SIGINT)
-    if outcome.was_finished:
-        print(
-            f"This run is finished. Report: {workdir}/report.html (--workdir=DIR begins another "
-            "run)"
-        )
-    else:
-        print(f"Report: {workdir}/report.html")
+    print(f"Report: {workdir}/report.html")
     return 0
 
 
-def _run_job(config: Config, workdir: Path, job: Address) -> int:
+def _run_job(config: Config, workdir: Path, interrupted: Interruption, job: Address) -> int:
     """Connect to the other processes of a job, and run; the owner locks the work directory.
 
     A pod that stops on SIGTERM exits with status 0.
@@ -148,7 +163,7 @@ def _run_job(config: Config, workdir: Path, job: Address) -> int:
         validate(config)
         for line in lines(config)[given:] if everyone.is_primary else ():
             print(line, flush=True)
-        code = _run(config, workdir, everyone)
+        code = _run(config, workdir, interrupted, everyone)
         return code if everyone.num_processes == 1 else 0
     except BaseException as error:
         if everyone.num_processes == 1:

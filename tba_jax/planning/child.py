@@ -32,7 +32,6 @@ from tba_jax.planning.chips import Chip
 from tba_jax.planning.programs import Planned, groups_of, plan_programs
 from tba_jax.planning.shapes import judge_bytes
 from tba_jax.planning.verdict import Facts, Program
-from tba_jax.run import model_parts
 from tba_jax.run.peers import divide_cpu
 
 _CODE = "from tba_jax.planning.child import main; main()"
@@ -141,7 +140,7 @@ def answer(request: Request) -> Facts | Program:
         divide_cpu(cpu_devices(config))
         devices = jax.local_devices()
     model_config = config_json.transformer_config(request.model)
-    model_config = model_parts.with_settings(model_config, config)
+    model_config = dataclasses.replace(model_config, attention=config.model.attention)
     config = choices.for_platform(config, platform_of(devices[0]))
     if request.program is None:
         chip = chip or chips.attached_chip(devices)

@@ -34,7 +34,7 @@ from tba_jax.planning import roofline
 from tba_jax.planning.estimates import shard_bytes
 from tba_jax.planning.verdict import Group, Program
 from tba_jax.run import model_parts
-from tba_jax.train.state import TrainState
+from tba_jax.train.state import StepShardings, TrainState
 
 FROZEN = "frozen parameters"
 """Kind of bytes: the base of adapters."""
@@ -131,15 +131,18 @@ class _Run:
         return model_parts.policy_config(self.config, self.model_config)
 
     @functools.cached_property
-    def state(self) -> TrainState:
+    def shardings(self) -> StepShardings:
         mesh = self.placement.trainer_mesh
-        return model_parts.abstract_state(self.config, self.model_config, mesh)
+        return model_parts.make_step_shardings(self.config, self.model_config, mesh)
+
+    @property
+    def state(self) -> TrainState:
+        return self.shardings.abstract
 
     @functools.cached_property
     def frozen(self) -> tuple:
         """The base of the adapters, which is the last argument of the train step; or nothing."""
-        mesh = self.placement.trainer_mesh
-        base = model_parts.make_step_shardings(self.config, self.model_config, mesh).base
+        base = self.shardings.base
         dtype = self.config.model.param_dtype
         return (_abstract(abstract_params(self.model_config, dtype), base),) if base else ()
 
@@ -195,7 +198,7 @@ class _Run:
 
 def _trainer_programs(run: _Run) -> list[Planned]:
     config, model_config, mesh = run.config, run.model_config, run.placement.trainer_mesh
-    shardings = model_parts.make_step_shardings(config, model_config, mesh)
+    shardings = run.shardings
     train_step, score = model_parts.make_step_programs(config, run.policy, Ids(), shardings)
     layout = model_parts.make_layout(config, Ids(), mesh)
     batch = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), layout.largest())

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Assembly of a run: from the config to all its parts, new or restored from a checkpoint.
+"""A run: its connected parts, and their assembly from the config, new or from a checkpoint.
 
-Invariant: the reference model never shares buffers with the trained parameters, because a train
-step donates its inputs.
+Invariants: `restore` restores everything that `save` saves (tests/integration/test_sync_loop.py).
+The reference model never shares buffers with the trained parameters, because a train step donates
+its inputs.
 """
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from tba_jax.config.advice import Advice
 from tba_jax.config.resolved import writes_versions
 from tba_jax.config.schema import Config
 from tba_jax.devices.cluster import Cluster
+from tba_jax.devices.platform import return_free_memory
+from tba_jax.devices.worker import StopFlag
+from tba_jax.evaluation.evaluator import Evaluator
 from tba_jax.flow.layout import Batch
+from tba_jax.flow.state import PartState
 from tba_jax.models import lora
 from tba_jax.remote.channel import ChannelServer
 from tba_jax.remote.client import Client
@@ -29,12 +36,12 @@ from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.report.progress import ProgressDisplay
 from tba_jax.run import model_parts, task_parts
 from tba_jax.run.checkpoint import Checkpoints
+from tba_jax.run.errors import CheckpointError
 from tba_jax.run.object_store import storage_of, upload
-from tba_jax.run.records import Logs
-from tba_jax.run.run_state import Run
+from tba_jax.run.records import MOST_RESPONSES, Logs
 from tba_jax.run.shared import RunClock, Shared, make_arrival, make_searchers, open_shared
 from tba_jax.search.prompts import PromptReader, Prompts
-from tba_jax.search.searcher import Searcher
+from tba_jax.search.searcher import Searcher, SearchParts
 from tba_jax.search.start_data import load_start_tickets
 from tba_jax.storage.steps import delete_own
 from tba_jax.train.optimizers import make_optimizer
@@ -42,6 +49,147 @@ from tba_jax.train.state import StepShardings, TrainState, make_init_state
 from tba_jax.train.trainer import Trainer, TrainStep
 from tba_jax.weights.folder import FOLDER, WeightFolder
 from tba_jax.weights.memory import Weights
+
+
+@dataclasses.dataclass
+class Evaluated:
+    """First and newest evaluation of a run, with texts, and the newest step; -1 before any."""
+
+    before: dict[str, Any] | None = None
+    after: dict[str, Any] | None = None
+    last_eval_step: int = -1
+
+    def state(self) -> PartState:
+        return PartState({}, dict(vars(self)))
+
+    def restore(self, state: PartState) -> None:
+        vars(self).update(state.meta)
+
+
+@dataclasses.dataclass
+class Run:
+    """The connected parts of one run in a trainer process.
+
+    Attributes:
+        parts: parts of the searchers of this process.
+        owner: tickets and evaluations of the run; None in a process that does not own the buffer.
+        searchers: searchers of this process that take tickets from `owner`.
+        server: channel server of the owner's process; None without other processes.
+        client: connection to the owner in another process; None in the owner's process.
+        last_saved_step: step of the newest checkpoint; -1 before the first.
+        hold: flag of the work directory's lock; None if another process holds it.
+        callbacks: functions of the user, called with (step, values), that return additional values.
+        advice: finds causes of a slow run and of a run that does not learn.
+    """
+
+    shared: Shared
+    checkpoints: Checkpoints
+    parts: tuple[SearchParts, ...]
+    buffer: ReplayBuffer
+    trainer: Trainer
+    evaluator: Evaluator
+    weights: Weights | WeightFolder
+    owner: Owner | None
+    searchers: tuple[Searcher, ...]
+    logs: Logs
+    server: ChannelServer | None = None
+    client: Client | None = None
+    evaluated: Evaluated = dataclasses.field(default_factory=Evaluated)
+    last_saved_step: int = -1
+    hold: StopFlag | None = None
+    callbacks: Callable[[int, Mapping[str, Any]], dict[str, float]] = lambda step, values: {}
+    advice: Advice = dataclasses.field(default_factory=Advice)
+
+    @property
+    def config(self) -> Config:
+        return self.shared.config
+
+    @property
+    def clock(self) -> RunClock:
+        return self.shared.clock
+
+    def _saveables(self) -> dict[str, Any]:
+        """Return all parts with host state, by name."""
+        return {
+            "buffer": self.buffer,
+            **({} if self.owner is None else {"owner": self.owner}),
+            "trainer": self.trainer.counters,
+            "clock": self.clock,
+            "evaluations": self.evaluated,
+        }
+
+    def save(self) -> None:
+        """Start a checkpoint of the trainer's step, unless it has one; all processes call this."""
+        step = self.trainer.step_index
+        if step != self.last_saved_step:
+            states = {name: part.state() for name, part in self._saveables().items()}
+            # The save copies the train state before it returns; the next step donates it.
+            self.checkpoints.save(step, self.trainer.state, states)
+            self.last_saved_step = step
+            return_free_memory()
+
+    def restore(self, step: int | None) -> None:
+        """Restore the host state of a checkpoint, and drop log lines of work after it.
+
+        All processes call this method. The train state is restored already; step None: a new run.
+        """
+        if step is not None:
+            self.last_saved_step = step
+            if self.owner is not None:
+                saved = self.checkpoints.host_state(step)
+                for name, part in self._saveables().items():
+                    part.restore(saved[name])
+        # Every process keeps the weights of the versions that the owner evaluates.
+        last = self.shared.cluster.broadcast_json(self.evaluated.last_eval_step)
+        self.evaluated.last_eval_step = last
+        newest = self.trainer.step_index
+
+        def is_kept(record: Mapping[str, Any]) -> bool:
+            is_evaluation = "eval/n" in record or record.get("of") == "eval"
+            return record["step"] <= (last if is_evaluation else newest)
+
+        self.logs.cut_back(is_kept)
+
+    def record_evaluations(self) -> bool:
+        """Record finished evaluations; return whether there were any."""
+        if self.owner is None:
+            return False
+        finished, known = self.owner.evaluations.poll(), self.evaluated
+        for step, evaluation in finished:
+            values = evaluation.metrics()
+            line = {f"eval/{name}": value for name, value in values.items()}
+            self.logs.metrics.write(step, {"time_s": self.clock(), **line, "eval/version": step})
+            self.logs.add_evaluation(step, evaluation, self.evaluator.prompts)
+            texts, rewards = evaluation.texts[:MOST_RESPONSES], evaluation.rewards[:MOST_RESPONSES]
+            record = {**values, "step": step, "texts": texts, "rewards": rewards}
+            known.before, known.after = known.before or record, record
+            known.last_eval_step = max(known.last_eval_step, step)
+        if finished:
+            self.weights.keep_only(self.owner.evaluations.versions)
+        return bool(finished)
+
+    def is_evaluation_due(self, step: int, newest: int) -> bool:
+        """Return whether the version published at `step` must be evaluated.
+
+        `newest` is the version of the last requested evaluation; -1 before the first request.
+        """
+        period, is_last = self.config.eval.period, step >= self.config.num_steps
+        return newest < 0 or bool(period and not is_last and step // period > newest // period)
+
+    def close(self, *, has_failed: bool = False) -> None:
+        """Complete pending writes, and release processes, threads and files.
+
+        After a failure, the wait for storage is short; an incomplete save stays invisible.
+        """
+        self.shared.rewards.close()
+        if has_failed:
+            with contextlib.suppress(CheckpointError):
+                self.checkpoints.wait(timeout_s=30.0)
+        else:
+            if isinstance(self.weights, WeightFolder):
+                self.weights.close()
+            self.checkpoints.close()
+        self.logs.close()
 
 
 def build(
@@ -62,8 +210,7 @@ def build(
         link: connection to the other processes; None if there is only one process.
 
     Raises:
-        ConfigError, PlacementError: the devices do not fit the placement.
-        ValueError, RewardFailure: the model folder, the data or a reward function is not usable.
+        ConfigError, PlacementError, ValueError, RewardFailure: as `open_shared`.
         CheckpointError: the newest checkpoint is damaged, or belongs to another run.
     """
     shared = open_shared(config, workdir, cluster=cluster, clock=clock, note=progress.note)
@@ -133,31 +280,25 @@ def _start_state(
     step: int | None,
     phase: Callable[[str], None],
 ) -> tuple[TrainState, Any]:
-    """Return the train state, new or restored, and the frozen parameters under adapters or None.
+    """Return the train state, and the frozen parameters under adapters or None.
 
-    All processes of the run call this function.
-
-    Args:
-        step: step of the checkpoint to restore; None: start from the model.
+    All processes call this function. `step` is that of a checkpoint; None: start from the model.
     """
     config, has_adapters = shared.config, shared.policy.adapters is not None
-    params = base = None
+    trained, params = shardings.state.params, None
     if step is None or has_adapters:
         phase("loading the model")
         params = shared.model.load_params(
             param_dtype=jnp.dtype(config.model.param_dtype),
-            shardings=shardings.base if has_adapters else shardings.state.params,
+            shardings=shardings.base if has_adapters else trained,
         )
-    if has_adapters:
-        base, params = params, None
+    base = params if has_adapters else None
     if step is None:
         if has_adapters:
-            params = lora.init_adapters(shared.policy, config.seed, shardings.state.params)
+            params = lora.init_adapters(shared.policy, config.seed, trained)
         return make_init_state(make_optimizer(config.optimizer), shardings)(params), base
     phase("restoring the newest checkpoint")
-    mesh = shared.sites.trainer.mesh
-    abstract = model_parts.abstract_state(config, shared.model.config, mesh)
-    return TrainState(*checkpoints.read(step, abstract)), base
+    return TrainState(*checkpoints.read(step, shardings.abstract)), base
 
 
 def _make_weights(
@@ -216,11 +357,7 @@ def _make_owner(
     given_path: str,
     note: Callable[[str], None],
 ) -> Owner:
-    """Return the owner of the run's tickets, before it is restored.
-
-    Args:
-        given_path: file of given responses, which come first; "": none.
-    """
+    """Return the owner of the run's tickets; given responses, if there are any, come first."""
     config, sites, given = shared.config, shared.sites, []
     if given_path:
         given = load_start_tickets(given_path, reader, shared.tokenizer, config.search)

@@ -23,31 +23,22 @@ from tba_jax.run.object_store import storage_of
 from tba_jax.storage import digests
 from tba_jax.storage.steps import SavedSteps
 
-FOLDER = "checkpoints"
-"""Name of the folder of checkpoints in a work directory."""
 _HOST = "host_"  # prefix of the files of the host state
 
 
 class Checkpoints(SavedSteps):
-    """The checkpoints of one run.
-
-    Args:
-        workdir: folder of the run in storage.
-        options: further arguments of `SavedSteps`.
-    """
+    """The checkpoints of one run, WORKDIR/checkpoints; `options` are those of `SavedSteps`."""
 
     def __init__(self, workdir: epath.PathLike, **options: Any) -> None:
-        folder = epath.Path(workdir) / FOLDER
+        folder = epath.Path(workdir) / "checkpoints"
         super().__init__(folder, "train_state", error=CheckpointError, **options)
 
     def save(self, step: int, train_state: Any, parts: Mapping[str, PartState]) -> None:
         """Copy the arrays to host memory, then write arrays and host state in the background.
 
         The caller may donate the arrays afterwards. On CPU no copy is made: JAX does not reuse a
-        donated buffer while it is written.
-
-        Args:
-            parts: host state by name, copied already; only the first process writes it.
+        donated buffer while it is written. `parts` is the host state by name, copied already; only
+        the first process writes it.
 
         Raises:
             CheckpointError: this save or the previous save failed.
@@ -83,18 +74,15 @@ class Checkpoints(SavedSteps):
 
     def host_state(self, step: int) -> dict[str, PartState]:
         """Return the host state of an intact checkpoint by name."""
-        return {
-            file.name.removeprefix(_HOST): PartState(*unpack_arrays(file.read_bytes()))
-            for file in self.path(step).glob(f"{_HOST}*")
-        }
+        files = self.path(step).glob(f"{_HOST}*")
+        found = {file.name: unpack_arrays(file.read_bytes()) for file in files}
+        return {name.removeprefix(_HOST): PartState(*part) for name, part in found.items()}
 
 
 def open_newest(workdir: str | os.PathLike[str], of: str = "") -> tuple[Checkpoints, int]:
     """Return checkpoints to read, and the step of the newest one, whose files are intact.
 
-    Args:
-        workdir: local folder of a run, which may be running.
-        of: prefix of the names of the files that are checked.
+    The run may be running. Only files whose names begin with `of` are checked.
 
     Raises:
         CheckpointError: there is no checkpoint, or it is damaged.
@@ -111,6 +99,6 @@ def open_newest(workdir: str | os.PathLike[str], of: str = "") -> tuple[Checkpoi
 
 
 def load_host_state(workdir: str | os.PathLike[str]) -> tuple[int, dict[str, PartState]]:
-    """Return step and host state of the newest checkpoint; raise CheckpointError as above."""
+    """Return step and host state of the newest checkpoint; raises as `open_newest`."""
     checkpoints, step = open_newest(workdir, of=_HOST)
     return step, checkpoints.host_state(step)

@@ -24,14 +24,13 @@ from tba_jax.report.jsonl import jsonable, stream_jsonl
 from tba_jax.report.process import ReportProcess
 from tba_jax.report.progress import ProgressDisplay
 from tba_jax.report.writers import make_tracker
-from tba_jax.run.build import build
-from tba_jax.run.callbacks import combined
+from tba_jax.run.build import Run, build
 from tba_jax.run.errors import out_of_memory
 from tba_jax.run.loop import train
-from tba_jax.run.run_state import Run
+from tba_jax.run.records import combined
 from tba_jax.run.shared import RunClock
 from tba_jax.run.task_parts import make_task
-from tba_jax.run.workdir import Outcome, run_id_of
+from tba_jax.run.workdir import run_id_of
 from tba_jax.storage.whole_files import write_json
 
 
@@ -45,8 +44,10 @@ def conduct(
     start_s: float,
     link: ChannelServer | Client | None = None,
     callbacks: Sequence[Callable[..., Any]] = (),
-) -> Outcome:
-    """Build a run, train, evaluate the final policy, write the report.
+) -> dict[str, Any]:
+    """Build a run, train, evaluate the final policy; write the report and return it.
+
+    Processes other than the primary one return {}.
 
     Args:
         cluster: the trainer processes of the run; all of them call this function.
@@ -54,9 +55,9 @@ def conduct(
         link: connection to the other processes of the run.
 
     Raises:
-        OutOfMemory: device memory ran out before the first update.
+        RunError: device memory ran out before the first update; or the work directory was removed,
+            or its storage fails.
         UserError: the reward function cannot be used.
-        WorkdirLost: the work directory was removed, or its storage fails.
     """
     task, is_primary = make_task(config), cluster.is_primary
     display = ProgressDisplay(
@@ -88,7 +89,7 @@ def conduct(
         display.phase("saving")
         run.checkpoints.wait()
     except BaseException as error:
-        run.abort()
+        run.close(has_failed=True)
         if run.trainer.step_index == 0 and (found := out_of_memory(error)):
             raise found from error
         raise
@@ -98,7 +99,7 @@ def conduct(
         from tba_jax.report.build import build_report  # loads the plotting library
 
         build_report(workdir)
-    return Outcome(run.trainer.step_index, is_done, was_finished=False, report=report)
+    return report
 
 
 def write_report_json(run: Run) -> dict[str, Any]:
@@ -137,7 +138,8 @@ def write_report_json(run: Run) -> dict[str, Any]:
         "versions": versions(),
         "config_changes": difference(defaults(run.config.objective.name), flatten(run.config)),
     }
-    if metrics := run.fleet_metrics():
+    if owner.remote_searchers:
+        metrics = owner.metrics()
         report["fleet"] = {name.removeprefix("fleet/"): x for name, x in metrics.items()}
     report = jsonable(report)
     write_json(run.shared.workdir / "report.json", report)

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Errors of a run, and their output at the command-line entry points.
 
-Invariant: a command that fails prints one line, and the traceback of an unexpected error is in a
-file (tests/commands/test_entry_point.py).
+Invariant: a command that fails prints one line; an unexpected error has its traceback before this
+line (tests/commands/test_entry_point.py).
 """
 
 import errno
 import faulthandler
 import os
 import sys
-import tempfile
 import time
 import traceback
 from pathlib import Path
@@ -21,9 +20,9 @@ _PACKAGE = Path(__file__).parents[1]
 _REMEDIES = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), "Make room"),
     **dict.fromkeys((errno.EROFS, errno.EACCES, errno.EPERM), "Make it writable"),
-    errno.ENOTDIR: "Give a folder",
     **dict.fromkeys((errno.EIO, errno.ESTALE, errno.ENODEV, errno.ENXIO), "Repair the storage"),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), "Raise the limit of open files (ulimit -n)"),
+    errno.ENOTDIR: "Give a folder",
 }
 
 
@@ -31,28 +30,16 @@ class UserError(Exception):
     """An error that the user can fix."""
 
 
-class StarvedError(RuntimeError):
-    """No batch can be drawn from the replay buffer, although searchers add responses."""
+class RunError(RuntimeError):
+    """A run cannot continue; the message says why, and what to do."""
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(RunError):
     """A checkpoint could not be written or read."""
 
 
-class FleetError(RuntimeError):
-    """A fleet cannot continue; the message says why and what to do."""
-
-
-class OutOfMemory(RuntimeError):
-    """Device memory ran out before the first update of a run."""
-
-
-class WorkdirLost(RuntimeError):
-    """The work directory was removed, or another process has taken it over."""
-
-
 def tell(error: BaseException) -> int:
-    """Print an error as one line, write an unexpected traceback to a file; return the exit code."""
+    """Print an error as one line, after an unexpected traceback; return the exit code."""
     whole = error
     while isinstance(error, WorkerError) and error.__cause__ is not None:
         error = error.__cause__
@@ -64,24 +51,10 @@ def tell(error: BaseException) -> int:
     elif is_mendable(error):
         text = str(error)
     else:
-        first, *_ = str(error).splitlines() or [""]
-        text = f"{type(error).__name__}: {first:.300}{_kept(whole)}"
+        traceback.print_exception(whole)
+        text = f"unexpected {type(error).__name__}: attach the traceback above to a bug report"
     print(f"error: {text}", file=sys.stderr)
     return 2 if isinstance(error, UserError | ValueError) and is_mendable(error) else 1
-
-
-def _kept(error: BaseException) -> str:
-    """Write the traceback of an unexpected error to a file; return a clause that names it."""
-    text = "".join(traceback.format_exception(error))
-    try:
-        with tempfile.NamedTemporaryFile(
-            "w", prefix="tba_jax-", suffix="-traceback.txt", delete=False, encoding="utf-8"
-        ) as file:
-            file.write(text)
-    except OSError:  # a full disk must not hide the error
-        print(text, file=sys.stderr)
-        return ""
-    return f" (unexpected error: the traceback is in {file.name}, attach it to a bug report)"
 
 
 def is_mendable(error: BaseException) -> bool:
@@ -96,42 +69,40 @@ def is_mendable(error: BaseException) -> bool:
     return is_own or (isinstance(error, ValueError) and is_raised_here)
 
 
-def out_of_memory(error: BaseException | None) -> OutOfMemory | None:
+def out_of_memory(error: BaseException | None) -> RunError | None:
     """Return an error with a remedy if device memory ran out, else None."""
-    import jax
-
-    while error is not None:
-        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" in str(error):
-            return OutOfMemory(
-                "device memory ran out before the first update "
-                f"({str(error).strip().splitlines()[0]}). Lower --config.batch.micro_batch_rows or "
-                "--config.search.num_slots; python -m tba_jax.plan shows what a device holds"
-            )
+    while error is not None and "RESOURCE_EXHAUSTED" not in str(error):
         error = error.__cause__ or error.__context__
-    return None
+    if error is None:
+        return None
+    return RunError(
+        "device memory ran out before the first update "
+        f"({str(error).strip().splitlines()[0]}). Lower --config.batch.micro_batch_rows or "
+        "--config.search.num_slots; python -m tba_jax.plan shows what a device holds"
+    )
 
 
 class Watchdog:
-    """Timeout that ends the process if no step, ticket or evaluation ends within `limit_s`."""
+    """Timeout that ends the process if no step, ticket or evaluation ends within `limit_s`.
+
+    A worker calls `step` repeatedly; `kick` records that the run makes progress.
+    """
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s
         self.kick()
 
     def kick(self) -> None:
-        """Record that the run makes progress."""
         self._last_s = time.monotonic()
 
     def step(self) -> bool:
-        """End the process if the limit has passed; a worker calls this repeatedly."""
         if time.monotonic() - self._last_s > self._limit_s:
-            print(
+            text = (
                 f"error: no step, ticket or evaluation ended for {self._limit_s:.0f} s "
                 "(config.log.watchdog_s); the stacks of all threads follow. The newest checkpoint "
-                "is intact: run the same command again to continue from it",
-                file=sys.stderr,
-                flush=True,
+                "is intact: run the same command again to continue from it"
             )
+            print(text, file=sys.stderr, flush=True)
             faulthandler.dump_traceback(file=sys.stderr)
             os._exit(3)  # a thread that hangs in native code cannot be stopped in another way
         return False

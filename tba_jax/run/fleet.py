@@ -33,9 +33,8 @@ from tba_jax.devices.config import parse_resources
 from tba_jax.devices.worker import StopFlag
 from tba_jax.remote.channel import HEARTBEAT_S, Channel, ChannelServer, Endpoint, Unreachable
 from tba_jax.remote.client import Client
-from tba_jax.run.errors import FleetError, UserError
+from tba_jax.run.errors import RunError, UserError
 from tba_jax.run.peers import connect, start_cluster
-from tba_jax.run.workdir import Outcome
 from tba_jax.storage.whole_files import read_json, write_json
 
 OWNER = "owner.json"
@@ -63,8 +62,8 @@ class TrainerProcess:
 
     def run(
         self, config: Config, workdir: Path, token: str, number: int, *addresses: str
-    ) -> Outcome:
-        """Begin or continue the run; return its outcome.
+    ) -> dict[str, Any]:
+        """Begin or continue the run; return its report.
 
         Args:
             number: number of this process in the trainer group; process 0 owns the buffer.
@@ -83,9 +82,9 @@ class TrainerProcess:
         link = connect(config, cluster, range(cluster.num_processes), server)
         options: Any = {"hold": None, "start_s": start_s, "link": link}
         with peer_errors(cluster):
-            outcome = conduct(config, workdir, cluster, self._interrupted.is_set, **options)
+            report = conduct(config, workdir, cluster, self._interrupted.is_set, **options)
         cluster.close()
-        return outcome
+        return report
 
     def interrupt(self) -> None:
         """Request a checkpoint after the current step, and the end of the process."""
@@ -126,12 +125,12 @@ class SearcherProcess:
 
 def train_fleet(
     config: Config, workdir: Path, hold: StopFlag, *, interrupted: Callable[[], bool]
-) -> Outcome:
+) -> dict[str, Any]:
     """Begin a run with placement=fleet, or continue the one in a folder that all machines see.
 
     Raises:
         UserError: Ray is not installed or not reachable.
-        FleetError: processes die without progress.
+        RunError: processes die without progress.
     """
     workdir, hosts = workdir.absolute(), config.fleet.trainer_hosts
     with connected(config) as ray:
@@ -141,9 +140,9 @@ def train_fleet(
         bundles = [parse_resources(config.fleet.trainer) or {}] * hosts
         fleet = Fleet(ray, config, workdir, placement_group(bundles, strategy="SPREAD"))
         try:  # Ray ends the actors with this connection
-            while (outcome := fleet.look(interrupted())) is None:
+            while (report := fleet.look(interrupted())) is None:
                 hold.check()
-            return outcome
+            return report
         finally:
             (workdir / OWNER).unlink(missing_ok=True)
 
@@ -229,15 +228,15 @@ class Fleet:
         self._training: list[Any] = []  # calls of `run` of the trainers
         self._searching: dict[Any, tuple[Any, range]] = {}  # call of `run` -> actor, searchers
 
-    def look(self, is_interrupted: bool) -> Outcome | None:
-        """Wait a moment, and restart processes that ended; return the outcome of a finished run.
+    def look(self, is_interrupted: bool) -> dict[str, Any] | None:
+        """Wait a moment, and restart processes that ended; return the report of a run that ended.
 
         Raises:
-            FleetError: processes fail without progress, or the trainer died after an interruption.
+            RunError: processes fail without progress, or the trainer died after an interruption.
         """
         if not self._trainers:
             if is_interrupted:
-                raise FleetError("stopped before a machine for the trainer was free")
+                raise RunError("stopped before a machine for the trainer was free")
             if self._group.wait(_LOOK_S):
                 self._start_trainer()
                 self._start_searchers()
@@ -310,7 +309,7 @@ class Fleet:
         step = self._count_failure("the trainer", why)
         at = f"the newest checkpoint (step {step})" if step >= 0 else "the start"
         if self._is_interrupted:
-            raise FleetError(
+            raise RunError(
                 f"the trainer died before it had saved; the same command resumes from {at}"
             ) from cause
         # Searchers may have failed because the trainer was away.
@@ -319,7 +318,7 @@ class Fleet:
         self._start_trainer()
 
     def _count_failure(self, name: str, why: str) -> int:
-        """Count a failure; return the step of the newest checkpoint or -1, or raise FleetError."""
+        """Count a failure; return the step of the newest checkpoint or -1, or raise RunError."""
         names = (path.name for path in (self._workdir / "checkpoints").glob("*"))
         step = max((int(name) for name in names if name.isdigit()), default=-1)
         if step != self._counted_at:
@@ -327,7 +326,7 @@ class Fleet:
         self._counted_at = step
         self._failures[name] += 1
         if self._failures[name] > _MAX_FAILURES:
-            raise FleetError(
+            raise RunError(
                 f"{name} failed {self._failures[name]} times without a checkpoint in between; the "
                 f"last time: {why}. Fix the cause, then run the same command again to resume"
             )

@@ -32,8 +32,8 @@ from tba_jax.flow.trajectory import Draw
 from tba_jax.remote.channel import HEARTBEAT_S
 from tba_jax.remote.messages import Plan
 from tba_jax.remote.owner import Owner
-from tba_jax.run.errors import StarvedError, Watchdog
-from tba_jax.run.run_state import Run
+from tba_jax.run.build import Run
+from tba_jax.run.errors import RunError, Watchdog
 from tba_jax.run.search_process import POLL_S, search, search_workers, stop_workers
 from tba_jax.train.trainer import Finished
 from tba_jax.weights.memory import DELIVERY_S, Weights
@@ -49,7 +49,7 @@ def train(run: Run, interrupted: Callable[[], bool]) -> None:
     All trainer processes of the run call this function. `interrupted` returns whether to stop.
 
     Raises:
-        StarvedError: no batch can be drawn. NonFiniteError: loss or gradient is not finite.
+        RunError: no batch can be drawn. NonFiniteError: loss or gradient is not finite.
         WorkerError: a searcher or the weight poller failed; its cause has the traceback.
         PeerError: another process of the run does not respond.
     """
@@ -317,7 +317,7 @@ class Loop:
         return reports
 
     def no_batch(self) -> list[Report]:
-        """With driver=async, wait and merge; raise StarvedError after many merged responses."""
+        """With driver=async, wait and merge; raise RunError after many merged responses."""
         run, config = self.run, self.run.config
         why = "every response of the last tickets was rejected, evicted or aged out"
         if not self._is_sync:
@@ -329,7 +329,7 @@ class Loop:
                 return reports
             why = f"{merged:,} groups were merged since the last step"
         counts = {name: n for name, n in run.buffer.ledger().items() if n}
-        raise StarvedError(
+        raise RunError(
             f"no batch of {config.batch.num_prompts} prompts can be drawn from the replay buffer: "
             f"{why}. It holds {run.buffer.num_trajectories} rows ({run.buffer.num_bytes:,} of "
             f"{config.replay.max_bytes:,} bytes); responses so far: {counts}. Look at "
@@ -341,7 +341,8 @@ class Loop:
         run, owner = self.run, self.owner
         if owner is None:
             return {}
-        extra: dict[str, Any] = {"search/skipped_prompts": owner.num_skipped, **run.fleet_metrics()}
+        extra: dict[str, Any] = {"search/skipped_prompts": owner.num_skipped}
+        extra |= owner.metrics() if owner.remote_searchers else {}
         if (server := run.shared.rewards.server) is not None:
             extra |= {f"search/{name}": n for name, n in server.failures.take().items()}
         if self._is_sync:

@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
@@ -18,8 +17,7 @@ from tba_jax.decoding.compiled import CHUNK_STEPS
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.shardings import weight_shardings
 from tba_jax.decoding.stop_strings import StopStrings
-from tba_jax.devices.platform import step_options
-from tba_jax.devices.sharding import batch_axes, hand_over, placed_shapes
+from tba_jax.devices.sharding import batch_axes, hand_over
 from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.flow.layout import RowLayout
 from tba_jax.flow.padding import Padding, length_buckets, padded_lengths
@@ -29,9 +27,9 @@ from tba_jax.models.quantized import Quantization
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import on_mesh, param_shardings
 from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.models.transformer import TransformerConfig, abstract_params, unstack_layers
+from tba_jax.models.transformer import TransformerConfig, unstack_layers
 from tba_jax.train.optimizers import learning_rate_schedule, make_optimizer
-from tba_jax.train.state import StepShardings, TrainState, init_state, step_shardings
+from tba_jax.train.state import StepShardings, step_shardings
 from tba_jax.train.step import StepSettings, make_reference_pass, make_train_step
 from tba_jax.weights.publication import make_publish_program
 
@@ -46,20 +44,12 @@ def model_path(config: Config) -> str:
 def describe_model(config: Config, *, with_weights: bool = True) -> models.Description:
     """Describe the start model of a run, with the settings of the run."""
     found = models.describe(model_path(config), with_weights=with_weights)
-    return dataclasses.replace(found, config=with_settings(found.config, config))
-
-
-def with_settings(architecture: TransformerConfig, config: Config) -> TransformerConfig:
-    """Return the architecture of a model file with the settings of a run."""
-    return dataclasses.replace(architecture, attention=config.model.attention)
+    architecture = dataclasses.replace(found.config, attention=config.model.attention)
+    return dataclasses.replace(found, config=architecture)
 
 
 def policy_config(config: Config, model_config: TransformerConfig) -> TransformerConfig:
-    """Return the architecture of the policy, with adapters if lora.rank is set.
-
-    Raises:
-        ValueError: lora.modules names a matrix that this model lacks.
-    """
+    """Return the architecture of the policy, with adapters if lora.rank is set."""
     rank, alpha, modules = config.lora.rank, config.lora.alpha, tuple(config.lora.modules)
     return lora.with_adapters(model_config, rank, alpha, modules) if rank else model_config
 
@@ -85,16 +75,12 @@ def make_padding(config: Config, tokenizer: Tokenizer) -> Padding:
     return Padding(prompts, padded_lengths(config.search.max_new_tokens), tokenizer.pad_id)
 
 
-# Weights of searchers.
-
-
 def make_layout_program(
     config: Config, model_config: TransformerConfig, where: Mesh, quantization: Quantization
 ) -> Callable[[Any], Any]:
     """Return the jitted program that copies parameters in the decoder's layout and dtype.
 
-    Args:
-        where: mesh of the parameters and of the copy, with the axes `placement.MESH_AXES`.
+    `where` is the mesh of the parameters and of the copy, with the axes `placement.MESH_AXES`.
     """
     layout = functools.partial(unstack_layers, config=model_config)
     shardings = weight_shardings(model_config, where, quantization)
@@ -107,10 +93,7 @@ def make_publication_program(
 ) -> Callable[[Any], Any]:
     """Return the jitted program of a publication: weights in the decoder's layout, or adapters.
 
-    The caller holds the device lock (`locked`).
-
-    Args:
-        where: `Sites.publication`.
+    The caller holds the device lock (`locked`). `where` is `Sites.publication`.
     """
     policy, dtype = policy_config(config, model_config), jnp.dtype(config.model.compute_dtype)
     if policy.adapters is None:
@@ -127,11 +110,7 @@ def adapter_shardings(policy: TransformerConfig, mesh: Mesh) -> Any:
 def decoder_weights(
     config: Config, model_config: TransformerConfig, params: Any, source: Mesh, mesh: Mesh
 ) -> Any:
-    """Return parameters in the decoder's layout and dtype, on a searcher's mesh.
-
-    Args:
-        params: parameters with stacked layers, on the mesh `source`.
-    """
+    """Return parameters with stacked layers, on `source`, in the decoder's form on `mesh`."""
     program = make_layout_program(config, model_config, source, "none")
     return hand_over(program(params), on_mesh(mesh, weight_shardings(model_config, mesh)))
 
@@ -143,9 +122,6 @@ def start_weights(config: Config, model: models.Description, source: Mesh, mesh:
         shardings=param_shardings(model.config, source),
     )
     return decoder_weights(config, model.config, params, source, mesh)
-
-
-# Decoding.
 
 
 def longest_sequence(config: Config, model_config: TransformerConfig) -> int:
@@ -174,8 +150,7 @@ def make_decoder(
     """Make the decoder of a run on the site of a searcher, for training and evaluation.
 
     Raises:
-        ValueError: as in `longest_sequence`; or search.stop_ids has an ID that is no token of the
-            model.
+        ValueError: as `longest_sequence`; or search.stop_ids has an ID that is no token.
     """
     longest, first = longest_sequence(config, model_config), config.task.max_prompt_tokens
     ids, max_new_tokens = end_ids(config, tokenizer), config.search.max_new_tokens
@@ -212,16 +187,6 @@ def stop_strings(config: Config, tokenizer: Tokenizer) -> StopStrings | None:
     text_of = functools.partial(tokenizer.decode, skip_special=False)
     texts = config.search.stop_strings
     return StopStrings(texts, text_of) if texts else None
-
-
-def swaps_in_flight(config: Config) -> bool:
-    """Return whether searchers load newer weights between chunks."""
-    if config.search.server and not config.task.environment:
-        return True  # a response keeps the version that it began with
-    return config.objective.built.needs.sampler != "policy"
-
-
-# Training.
 
 
 def make_layout(config: Config, tokenizer: Tokenizer, mesh: Mesh) -> RowLayout:
@@ -272,11 +237,7 @@ def make_step_programs(
 def make_step_shardings(
     config: Config, model_config: TransformerConfig, mesh: Mesh
 ) -> StepShardings:
-    """Return the shardings of train state and batches, and the compiler options of the step.
-
-    Raises:
-        ValueError: the mesh does not divide the model.
-    """
+    """Return the shardings of train state and batches, and the compiler options of the step."""
     return step_shardings(
         policy_config(config, model_config),
         make_optimizer(config.optimizer),
@@ -284,24 +245,5 @@ def make_step_shardings(
         keep_reference=True,
         has_head=bool(config.objective.built.needs.head),
         num_prompts=config.batch.num_prompts,
-    )._replace(compiler_options=step_options(mesh.devices.flat[0], model_config.hidden_size))
-
-
-def abstract_state(config: Config, model_config: TransformerConfig, mesh: Mesh) -> TrainState:
-    """Return shapes, dtypes and shardings of the train state, for restoring a checkpoint."""
-    shardings = make_step_shardings(config, model_config, mesh)
-    init = functools.partial(
-        init_state,
-        optimizer=make_optimizer(config.optimizer),
-        keep_reference=True,
-        head_size=shardings.head_size,
+        param_dtype=jnp.dtype(config.model.param_dtype),
     )
-    shapes = trained_shapes(config, policy_config(config, model_config))
-    return placed_shapes(jax.eval_shape(init, shapes), shardings.state)
-
-
-def trained_shapes(config: Config, policy: TransformerConfig) -> Any:
-    """Return shapes and dtypes of the trained parameters."""
-    if policy.adapters is not None:
-        return lora.abstract_adapters(policy)
-    return abstract_params(policy, jnp.dtype(config.model.param_dtype))

@@ -21,8 +21,7 @@ from etils import epath
 from tba_jax.config.command_line import local_folder
 from tba_jax.devices.worker import StopFlag
 from tba_jax.run.errors import UserError
-from tba_jax.run.lock import hold
-from tba_jax.run.workdir import ADDRESS, CONFIG, refuse_foreign
+from tba_jax.run.workdir import ADDRESS, CONFIG, hold, refuse_foreign
 from tba_jax.storage.whole_files import is_address
 
 _SMALL = (CONFIG, "*.jsonl", "report.json", "report.html", "trace.json", "plots/*")
@@ -96,10 +95,12 @@ def _root(address: str) -> epath.Path:
 
 def _fetch(root: epath.Path, folder: Path) -> None:
     """Copy the small files of a run into a local folder."""
-    (folder / "plots").mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     with _reading(root):
         for path in _files(root):
-            path.copy(epath.Path(folder) / path.relative_to(root), overwrite=True)
+            to = epath.Path(folder) / path.relative_to(root)
+            to.parent.mkdir(exist_ok=True)
+            path.copy(to, overwrite=True)
     (folder / ADDRESS).write_text(str(root))
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Logs of a run: metrics.jsonl, responses of evenly spaced steps in samples.jsonl, and trackers."""
+"""Logs of a run: metrics.jsonl, responses of evenly spaced steps in samples.jsonl, callbacks."""
 
+import inspect
+import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from tba_jax.models.tokenizer import Tokenizer, TokenTexts
 from tba_jax.report.jsonl import JsonlWriter
 from tba_jax.report.progress import ProgressDisplay
 from tba_jax.report.writers import MultiWriter
+from tba_jax.settings import ConfigError
 from tba_jax.train.trainer import Shown
 
 MOST_STEPS = 200
@@ -65,9 +68,7 @@ class Logs:
     def add_step(self, step: int, shown: Shown | None) -> None:
         """Write the responses to one prompt of a batch to samples.jsonl, if this step is due.
 
-        Args:
-            step: number of the update, from 1.
-            shown: one prompt of the batch; None in a process that did not draw the batch.
+        `step` is the number of the update, from 1. A process that drew no batch has none `shown`.
         """
         if not self._files or shown is None or (step - 1) % self._period:
             return
@@ -131,3 +132,42 @@ class Logs:
 def _hundredths(values: np.ndarray) -> list[int]:
     """Return log ratios in whole hundredths, to make samples.jsonl smaller."""
     return np.rint(100 * np.clip(np.nan_to_num(values), -99, 99)).astype(int).tolist()
+
+
+def combined(
+    callbacks: Sequence[Callable[..., Any]], note: Callable[[str], None]
+) -> Callable[[int, Mapping[str, Any]], dict[str, float]]:
+    """Return a function of (step, values) that returns the numbers of all callbacks by name.
+
+    An error of a callback does not end the run: `note` shows it, and the callback is not called
+    again.
+
+    Raises:
+        ConfigError: a callback does not take these arguments.
+    """
+    names = {function: getattr(function, "__name__", str(function)) for function in callbacks}
+    for function, name in names.items():
+        try:
+            inspect.signature(function).bind("step", "values")
+        except (TypeError, ValueError) as error:
+            raise ConfigError(
+                f"callbacks: the run calls {name} with (step, values): {error}. Write "
+                f"def {name}(step, values)"
+            ) from error
+
+    def call(step: int, values: Mapping[str, Any]) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for function, name in [*names.items()]:
+            try:
+                numbers = dict(function(step, values) or {})
+                found |= {str(key): float(value) for key, value in numbers.items()}
+            except Exception as error:  # the traceback shows the place in the user's code
+                del names[function]
+                where = "".join(traceback.format_exception(error)).rstrip()
+                note(
+                    f"callback {name} raised {type(error).__name__}: {error}. The run continues "
+                    "without this function. Return numbers by name, or None\n" + where
+                )
+        return found
+
+    return call

@@ -22,10 +22,9 @@ from tba_jax.devices.worker import StopFlag
 from tba_jax.remote.channel import ChannelServer
 from tba_jax.remote.client import Client
 from tba_jax.run.errors import UserError
-from tba_jax.run.lock import hold
 from tba_jax.run.object_store import opened
 from tba_jax.run.peers import connect, start_cluster
-from tba_jax.run.workdir import Outcome, begin_run, finished_report, holds_run
+from tba_jax.run.workdir import begin_run, finished_report, hold, holds_run
 from tba_jax.storage.whole_files import is_address
 
 
@@ -37,11 +36,10 @@ def train(
     start_s: float | None = None,
     callbacks: Sequence[Callable[..., Any]] = (),
     job: Cluster | None = None,
-) -> Outcome | None:
+) -> dict[str, Any] | None:
     """Begin a run, or continue the run in the work directory, until its end or an interruption.
 
     Args:
-        config: validated config of the run.
         workdir: folder that is created or holds a run with this config, visible to every process;
             or gs://BUCKET/FOLDER, for a run in one process.
         interrupted: returns True if the run must stop; an interrupted run can be continued.
@@ -51,13 +49,12 @@ def train(
             None: this process alone.
 
     Returns:
-        The outcome; None in other processes than the first one that trains.
+        Contents of report.json; None in other processes than the first one that trains.
 
     Raises:
         UserError: the commands of the processes differ; the directory holds another run, or another
             process holds it; or the reward function cannot be used.
-        PlacementError: the devices cannot be divided as the placement says.
-        PeerError: another process ended.
+        PlacementError, PeerError: the devices do not fit the placement; another process ended.
     """
     start_s = time.perf_counter() if start_s is None else start_s
     processes, training, searchers = job or Cluster(), (0,), range(0)
@@ -67,35 +64,35 @@ def train(
         found = divide(config.placement, jax.devices(), asked(config), processes.number)
         training = tuple(hosts_of(found.trainer))
         searchers = range(found.first_searcher, found.first_searcher + len(found.groups))
-    owner, trains = training[0], processes.number in training
+    is_owner = processes.number == training[0]
     with contextlib.ExitStack() as held:
-        folder, flag = _claim_together(processes, config, workdir, owner, held)
-        report = finished_report(folder, config.num_steps) if processes.number == owner else None
-        outcome = None if report is None else Outcome(config.num_steps, True, True, report)
-        if processes.gather_json(report is not None)[owner]:
-            pass
+        folder, flag = _claim_together(processes, config, workdir, training[0], held)
+        report = finished_report(folder, config.num_steps) if is_owner else None
+        if processes.gather_json(report is not None)[training[0]]:
+            if is_owner:
+                print("This run is finished. --workdir=DIR begins another run.")
         elif config.placement == "fleet":
             from tba_jax.run.fleet import train_fleet
 
             assert flag is not None, "one process drives a fleet"
-            outcome = train_fleet(config, folder, flag, interrupted=interrupted)
+            report = train_fleet(config, folder, flag, interrupted=interrupted)
         else:
             processes = job or start_cluster(config)
             link = connect(config, processes, training)
             if isinstance(link, ChannelServer):
                 held.callback(link.close)
-            if trains:
+            if processes.number in training:
                 from tba_jax.run.conduct import conduct
 
                 cluster = processes.among(training)
                 options: Any = {"hold": flag, "start_s": start_s, "callbacks": callbacks}
                 with peer_errors(cluster):
-                    outcome = conduct(config, folder, cluster, interrupted, link=link, **options)
+                    report = conduct(config, folder, cluster, interrupted, link=link, **options)
             else:
                 assert isinstance(link, Client), "the owner trains"
                 _search(config, folder, processes.alone(), link, searchers, interrupted)
         processes.close()  # the others may still request steps or tickets
-    return outcome if processes.number == owner else None
+    return report if is_owner else None
 
 
 def _search(
@@ -122,11 +119,11 @@ def _search(
 def claim(workdir: Path | str, config: Config, held: contextlib.ExitStack) -> tuple[Path, StopFlag]:
     """Lock a work directory until `held` closes, and begin its run unless it holds one.
 
-    Returns:
-        The local folder of the run, and the flag of `lock.hold`.
+    Return the local folder of the run, and the flag of `hold`.
 
     Raises:
-        UserError: another process holds the directory, or it holds another run or is not writable.
+        UserError: another process holds the directory, or it holds another run.
+        OSError: it cannot be written.
     """
     if is_address(workdir):
         folder, flag = held.enter_context(opened(str(workdir)))
@@ -148,22 +145,20 @@ def _claim_together(
 ) -> tuple[Path, StopFlag | None]:
     """Check that every process has the same command; the owner claims the directory for all.
 
-    Returns:
-        As `claim` in the owner; the directory and None in other processes.
+    Return the results of `claim` in the owner; the directory and None in other processes.
 
     Raises:
         UserError: commands differ, or the directory is refused; raised in all processes.
     """
     mine = {**flatten(config), "workdir": str(workdir), "version": versions()}
-    first, *others = processes.gather_json(json.loads(json.dumps(mine)))
-    wrong = [
-        f"process {number} was started with another command than process 0: {name}: "
-        f"{first[name]!r} -> {other.get(name)!r}. Start the same command on every host"
-        for number, other in enumerate(others, 1)
-        for name in first
-        if first[name] != other.get(name)
-    ]
-    refusal, found = wrong[0] if wrong else "", (Path(workdir), None)
+    given = processes.gather_json(json.loads(json.dumps(mine)))
+    found, refusal = (Path(workdir), None), ""
+    for name, value in given[0].items():
+        for number in (i for i, other in enumerate(given) if other.get(name) != value):
+            refusal = (
+                f"process {number} was started with another command than process 0: {name}: "
+                f"{value!r} -> {given[number].get(name)!r}. Start the same command on every host"
+            )
     if processes.number == owner and not refusal:
         try:
             found = claim(workdir, config, held)

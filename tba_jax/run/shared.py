@@ -43,6 +43,7 @@ from tba_jax.search.start_data import GivenScorer, make_start_program
 from tba_jax.serving.vllm import InferenceServer
 from tba_jax.tasks.mixture import Mixture
 from tba_jax.tasks.task import Task
+from tba_jax.train.state import trained_shapes
 from tba_jax.weights.folder import StoredWeights, WeightFolder
 from tba_jax.weights.memory import OnDevices
 from tba_jax.weights.publication import Published
@@ -263,7 +264,7 @@ def make_stored_weights(shared: Shared) -> StoredWeights:
             shardings=param_shardings(shared.model.config, mesh),
         )
     shardings, merges = make_arrival(shared, base)
-    shapes = model_parts.trained_shapes(config, policy)
+    shapes = trained_shapes(policy, jnp.dtype(config.model.param_dtype))
     program = model_parts.make_publication_program(config, shared.model.config, mesh)
     return StoredWeights(
         storage_of(shared.workdir),
@@ -280,6 +281,9 @@ def make_searchers(shared: Shared, weights: OnDevices | WeightFolder) -> tuple[S
     if not sites:
         return ()
     assert isinstance(weights, OnDevices), "a process that writes versions has no searchers"
+    # A response of a server keeps the version that it began with.
+    is_plain_server = bool(config.search.server) and not config.task.environment
+    swaps_in_flight = is_plain_server or config.objective.built.needs.sampler != "policy"
     states = StateValues(config.objective.built.value("vine_tokens", 0))
     key, environments = jax.random.key(config.seed), rewards.environments
     task_parts.check_environments(config, shared.task, environments)
@@ -333,7 +337,7 @@ def make_searchers(shared: Shared, weights: OnDevices | WeightFolder) -> tuple[S
                     config, decoder, grader, measures[site], environments
                 ),
                 given=given[site],
-                swaps_in_flight=model_parts.swaps_in_flight(config),
+                swaps_in_flight=swaps_in_flight,
                 waits_for_all=config.driver == "sync" and environments is not None,
             )
         )

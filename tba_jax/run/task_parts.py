@@ -7,51 +7,36 @@ step (tests/run/test_rewarding.py).
 
 import contextlib
 import functools
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tba_jax.config.resolved import asked
-from tba_jax.config.rules import validate
 from tba_jax.config.schema import Config
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
-from tba_jax.devices.placement import divide
 from tba_jax.devices.site import Site
 from tba_jax.environments.pool import DEFAULT_WORKERS, EnvironmentPool
 from tba_jax.evaluation.attacks import make_attack_metrics
 from tba_jax.evaluation.evaluator import Evaluator, Measure, MetricFunction, ShardEvaluator
 from tba_jax.evaluation.metrics import ReferenceDistance, WinRate, reference_distance, win_rate
-from tba_jax.models.hf import folders
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig
-from tba_jax.report.writers import TRACKER_PACKAGES
-from tba_jax.rewards.kinds import LEARNED, make_judge, reward_models, workers_by_cores
+from tba_jax.rewards.kinds import LEARNED, make_judge, workers_by_cores
 from tba_jax.rewards.reward_models import RewardModel
 from tba_jax.rewards.scores import Grader, RewardSource
 from tba_jax.run import model_parts
-from tba_jax.run.peers import start_cluster
-from tba_jax.search.prompts import PromptReader, text_of
+from tba_jax.search.prompts import PromptReader
 from tba_jax.search.sampler import sampling_settings
 from tba_jax.serving.chat import make_chat_format
 from tba_jax.serving.protocol import Served
 from tba_jax.serving.vllm import InferenceServer
-from tba_jax.settings import ConfigError
 from tba_jax.tasks.mixture import Mixture
 from tba_jax.tasks.registry import get_task
 from tba_jax.tasks.task import Task
 
-TASK_METRICS = {"attacks": make_attack_metrics}
-"""Factory of the metric function for each name in a task's entry."""
-
 
 def make_task(config: Config) -> Task:
-    """Return the task of a config; its data is read at first use.
-
-    Raises:
-        ValueError: the task is unknown, or does not accept this data.
-    """
+    """Return the task of a config; its data is read at first use."""
     name, path, count = config.task.name, config.task.data_path, config.task.num_eval_prompts
     return get_task(name, path, count, chat=config.task.chat, columns=config.task.columns)
 
@@ -60,9 +45,6 @@ def first_row(task: Task) -> tuple[str, Mapping[str, Any]]:
     """Return prompt text and columns of the first held-out row; a chat is the column `prompt`."""
     prompt, columns = task.problem("eval", 0)
     return prompt if isinstance(prompt, str) else prompt[-1]["content"], columns
-
-
-# Rewards.
 
 
 def make_grader(
@@ -107,19 +89,12 @@ def make_gold(
 
 
 def try_rewards(config: Config, task: Task) -> None:
-    """Load the reward functions and the judge in processes, and try them on a row of the task.
-
-    Raises:
-        ValueError, RewardFailure: a function cannot be used.
-    """
+    """Load the reward functions and the judge in processes, and try them on a row of the task."""
     own = "" if config.reward.model_path else task.reward
     for names in (config.task.reward or own, config.eval.gold_reward):
         if names and names not in LEARNED:
             with contextlib.closing(make_judge(config, names, first_row(task), None)) as source:
                 source.check()
-
-
-# Environments and servers.
 
 
 def make_environments(
@@ -183,10 +158,10 @@ def make_server(
     config: Config, policy: TransformerConfig, tokenizer: Tokenizer, workdir: Path
 ) -> InferenceServer | None:
     """Return the server that samples responses, if the config names one; it reads `workdir`."""
-    if not config.search.server:
+    if not (address := config.search.server):
         return None
     return InferenceServer(
-        config.search.server,
+        address,
         policy,
         model_parts.model_path(config),
         workdir / "adapters",
@@ -195,9 +170,6 @@ def make_server(
         stop_strings=model_parts.stop_strings(config, tokenizer),
         timeout_s=config.log.watchdog_s / 4,
     )
-
-
-# Evaluation.
 
 
 def make_measures(
@@ -244,52 +216,13 @@ def make_shard_evaluator(
 
 
 def make_evaluator(config: Config, reader: PromptReader) -> Evaluator:
-    """Make the evaluator of a config; a shard has as many prompts as fill a searcher's slots.
-
-    Raises:
-        ValueError: a model that the task's metrics need is not usable.
-    """
+    """Make the evaluator of a config; a shard has as many prompts as fill a searcher's slots."""
     task = reader.task
     prompts, num_skipped = reader.held_out(config.task.num_eval_prompts)
     per_shard = max(1, config.search.slots // config.eval.num_samples)
-    metrics: list[MetricFunction] = [TASK_METRICS[name](config.eval) for name in task.metrics]
+    metrics: list[MetricFunction] = []
+    metrics += [make_attack_metrics(config.eval)] if "attacks" in task.metrics else []
     metrics += [win_rate] if config.eval.gold else []
     metrics += [reference_distance] if config.eval.reference_metrics else []
     shard_size = min(per_shard, len(prompts))
     return Evaluator(prompts, num_skipped, shard_size, task.metric, tuple(metrics))
-
-
-def preflight(config: Config) -> None:
-    """Check config, packages, data, model, rewards and devices, in this order.
-
-    Weights are not read. The reward functions are tried on one row, in separate processes.
-
-    Raises:
-        ConfigError, ValueError, RewardFailure, OSError: the first problem.
-    """
-    validate(config)
-    kind, is_fleet = config.log.tracker.partition(":")[0], config.placement == "fleet"
-    for extra, package in {kind: TRACKER_PACKAGES.get(kind), "fleet": is_fleet and "ray"}.items():
-        if package and importlib.util.find_spec(package) is None:
-            raise ConfigError(
-                f"{config.log.tracker or config.placement} needs the package {package}: "
-                f"pip install 'tba_jax[{extra}]'"
-            )
-    task = make_task(config)
-    task.size("train")
-    model = model_parts.describe_model(config, with_weights=False)
-    policy = model_parts.policy_config(config, model.config)
-    model_parts.longest_sequence(config, model.config)
-    tokenizer = model.load_tokenizer()
-    text_of(task, tokenizer, "train", 0)
-    try_rewards(config, task)
-    judges = reward_models(config, task.reward).values()
-    for path in filter(None, (*judges, config.eval.gold_model)):
-        folders.load_config(folders.resolve(path, with_weights=False))
-    if server := make_server(config, policy, tokenizer, Path()):
-        server.check()
-    if config.placement != "hosts":  # the devices of other hosts are not known here
-        start_cluster(config)
-        import jax
-
-        divide(config.placement, jax.local_devices(), asked(config), jax.process_index())

@@ -1,64 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The work directory of a run: its config, and its state (new, begun or finished).
+"""The work directory of a run: its lock, its config, and its state (new, begun or finished).
 
 config.json decides what a directory is: without that file, a directory that is not empty is
-refused. A run writes and deletes only the names that it made. Imports no jax.
+refused. A run writes and deletes only the names that it made. `filelock` excludes processes of the
+same machine. A heartbeat file excludes other hosts, also on file systems without distributed locks:
+the holder replaces it every few seconds, and another host takes over after it has seen no new
+heartbeat for `EXPIRE_S` of its own monotonic clock. Imports no jax.
+
 Invariant: a directory that holds a run is never used for another config
 (tests/run/test_workdir.py).
 """
 
+import contextlib
 import json
 import os
+import socket
+import time
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+import filelock
 from etils import epath
 
 from tba_jax.config import schema
 from tba_jax.config.command_line import versions
 from tba_jax.config.schema import Config
-from tba_jax.run.errors import UserError
-from tba_jax.run.lock import HEARTBEAT, LOCK
-from tba_jax.storage.whole_files import UNFINISHED, read_json, write_json
+from tba_jax.devices.worker import StopFlag, Worker
+from tba_jax.run.errors import RunError, UserError
+from tba_jax.storage.whole_files import UNFINISHED, read_json, write_json, write_whole
 
-CONFIG = "config.json"
-ADDRESS = "address"
-"""Name of the local file that holds the address of a work directory in an object store."""
+CONFIG, _LOCK, _HEARTBEAT = "config.json", "tba_jax-lock", "tba_jax-heartbeat"
+ADDRESS = "address"  # local file with the address of a work directory in an object store
 # Names that exist before config.json.
-_BEFORE = {LOCK, HEARTBEAT, ADDRESS, HEARTBEAT + UNFINISHED, CONFIG + UNFINISHED}
-# Orbax lists a checkpoint's files by a pattern that begins with its path.
-_WILD = frozenset("*?[]")
-_SHOWN = 8  # maximum number of differences between two configs in a message
-
-
-class Outcome(NamedTuple):
-    """Outcome of a call that trains.
-
-    Attributes:
-        step: number of optimiser steps so far.
-        is_finished: whether all steps are done and the final policy is evaluated.
-        was_finished: whether the run was finished before the call.
-        report: contents of report.json.
-    """
-
-    step: int
-    is_finished: bool
-    was_finished: bool
-    report: dict[str, Any]
-
-
-def default_workdir(config: Config) -> str:
-    """Return the default work directory of a config: runs/NAME-seedN."""
-    return os.path.join("runs", f"{config.name.replace('/', '-')}-seed{config.seed}")
+_BEFORE = {_LOCK, _HEARTBEAT, ADDRESS, _HEARTBEAT + UNFINISHED, CONFIG + UNFINISHED}
+BEAT_S = 5.0  # seconds between two heartbeats
+EXPIRE_S = 30.0  # heartbeat timeout of a holder on another host
 
 
 def refuse_foreign(folder: Path | epath.Path) -> None:
-    """Refuse a folder that is not empty and has no config.json.
-
-    Raises:
-        UserError: the folder has other files.
-    """
+    """Raise a UserError if a folder is not empty and has no config.json."""
     if (folder / CONFIG).is_file() or not folder.exists():
         return
     if foreign := sorted({path.name for path in folder.iterdir()} - _BEFORE):
@@ -72,25 +54,22 @@ def holds_run(workdir: Path, config: Config) -> bool:
     """Return whether the directory holds a run with this config; only reads.
 
     Raises:
-        UserError: the directory holds files but no config.json, or a run with another config (the
-            message has the differences), or it cannot be a work directory.
-        OSError: the directory cannot be read.
+        UserError: it holds files but no config.json, or another run; or its path is unusable.
+        OSError: it cannot be read.
     """
-    if wild := sorted(set(str(workdir.absolute())) & _WILD):
+    if {*"*?[]"} & {*str(workdir.absolute())}:
         raise UserError(
-            f"the path of the work directory {workdir} contains {' and '.join(wild)}, which "
-            "storage reads as a pattern, so that no checkpoint could be restored. Give another "
-            "--workdir"
+            f"the path of the work directory {workdir} contains one of *?[], which Orbax reads as "
+            "a pattern, so that no checkpoint could be restored. Give another --workdir"
         )
     refuse_foreign(workdir)
     # The config of a start that left no files may be corrected in place.
     if not (old := begun_config(workdir)):
         return False
     if lines := schema.difference(old, json.loads(json.dumps(schema.flatten(config)))):
-        more = f"; and {len(lines) - _SHOWN} more" if len(lines) > _SHOWN else ""
         raise UserError(
-            f"{workdir} holds a run with another config: {'; '.join(lines[:_SHOWN])}{more}. Give "
-            "another --workdir, or the old values to resume"
+            f"{workdir} holds a run with another config: {'; '.join(lines)}. Give another "
+            "--workdir, or the old values to resume"
         )
     return True
 
@@ -117,11 +96,8 @@ def saved_config(workdir: Path) -> dict[str, Any]:
 
 
 def run_id_of(workdir: str | os.PathLike[str]) -> str:
-    """Return the run ID in the config.json of a work directory; "" without one."""
-    try:
-        return str(read_json(Path(workdir) / CONFIG).get("run_id", ""))
-    except (OSError, ValueError):
-        return ""  # parts of a run that were built without a claimed directory
+    """Return the run ID in the config.json of a work directory; "" if it has none."""
+    return str(read_json(Path(workdir) / CONFIG).get("run_id", ""))
 
 
 def begun_config(workdir: Path) -> dict[str, Any]:
@@ -140,14 +116,10 @@ def begun_config(workdir: Path) -> dict[str, Any]:
 
 
 def begin_run(workdir: Path, config: Config) -> None:
-    """Write config.json of a new run.
-
-    Raises:
-        OSError: the directory cannot be written to.
-    """
+    """Write config.json of a new run; raise OSError if the directory cannot be written."""
     facts = {"config": schema.flatten(config), "chosen": dict(config.chosen)}
-    workdir.mkdir(parents=True, exist_ok=True)
     facts |= {"versions": versions(), "run_id": uuid.uuid4().hex[:16]}
+    workdir.mkdir(parents=True, exist_ok=True)
     write_json(workdir / CONFIG, facts)
 
 
@@ -159,3 +131,77 @@ def finished_report(workdir: Path, num_steps: int) -> dict[str, Any] | None:
         return report if is_done and (workdir / "report.html").is_file() else None
     except (OSError, ValueError, KeyError, TypeError):
         return None  # a damaged report is written again from the checkpoint
+
+
+@contextlib.contextmanager
+def hold(folder: Path, shared: epath.Path | None = None) -> Iterator[StopFlag]:
+    """Lock a work directory; at the end, release it and delete the heartbeat file.
+
+    Args:
+        folder: work directory; created if it is missing.
+        shared: folder of the heartbeat file, for example in an object store; None: `folder`.
+
+    Yields:
+        A flag, whose `check` raises an error if the directory was removed or its storage fails.
+
+    Raises:
+        UserError: another process holds the directory.
+        OSError: the directory cannot be written.
+    """
+    where, stop, written_s = shared or epath.Path(folder), StopFlag(), time.monotonic()
+    file, mine = where / _HEARTBEAT, f"process {os.getpid()} on {socket.gethostname()}\n"
+
+    def beat() -> bool:
+        nonlocal written_s
+        try:
+            write_whole(file, f"{mine}{time.time_ns()}".encode())
+            written_s = time.monotonic()
+        except OSError as error:  # ignored until other hosts may take over
+            if time.monotonic() - written_s > EXPIRE_S:
+                raise RunError(
+                    f"no heartbeat could be written to {where} for {EXPIRE_S:.0f} s ({error}): the "
+                    "work directory was deleted or moved, or its storage fails. Repair it, then "
+                    "run the same command again"
+                ) from error
+        return False  # the worker sleeps until the next call
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(filelock.FileLock(folder / _LOCK, blocking=False))
+            holder = _other_host(file)
+        except filelock.Timeout:
+            holder = _read(file) or "another process"
+        if holder:
+            raise UserError(
+                f"{holder.splitlines()[0]:.99} is working on {where}. Wait for it or stop it, or "
+                "give another --workdir"
+            )
+        write_whole(file, mine.encode())
+        worker = Worker("workdir-lock", beat, stop, idle_s=BEAT_S).start()
+        try:
+            yield stop
+        finally:
+            stop.set()
+            worker.join(EXPIRE_S)
+            with contextlib.suppress(OSError):  # if the directory was removed, `check` reported it
+                file.unlink(missing_ok=True)
+
+
+def _other_host(file: epath.Path) -> str:
+    """Return the heartbeat of a living holder on another host, after a wait; "": there is none."""
+    entry, start_s = _read(file), time.monotonic()
+    own = f" on {socket.gethostname()}\n"  # the lock excludes processes of this host
+    while entry and own not in entry and time.monotonic() - start_s <= EXPIRE_S:
+        time.sleep(BEAT_S)
+        if (now := _read(file)) not in ("", entry):
+            return now
+        entry = now
+    return ""
+
+
+def _read(file: epath.Path) -> str:
+    try:
+        return file.read_bytes().decode(errors="replace").lstrip()
+    except FileNotFoundError:
+        return ""

@@ -16,7 +16,8 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
-from tba_jax.devices.sharding import batch_axes, shardings_like
+from tba_jax.devices.platform import step_options
+from tba_jax.devices.sharding import batch_axes, placed_shapes, shardings_like
 from tba_jax.devices.site import Site
 from tba_jax.flow.layout import OF_GROUPS, Batch
 from tba_jax.models import lora
@@ -69,6 +70,7 @@ class StepShardings(NamedTuple):
 
     Attributes:
         state: NamedSharding of each array of the train state.
+        abstract: the train state as jax.ShapeDtypeStruct with these shardings.
         batch: sharding of the rows of a batch.
         groups: sharding of a batch's arrays per prompt and per response, [p ...].
         replicated: sharding of the metrics.
@@ -79,6 +81,7 @@ class StepShardings(NamedTuple):
     """
 
     state: TrainState
+    abstract: TrainState
     batch: NamedSharding
     groups: NamedSharding
     replicated: NamedSharding
@@ -108,6 +111,7 @@ def step_shardings(
     keep_reference: bool,
     has_head: bool = False,
     num_prompts: int = 0,
+    param_dtype: Any = jnp.float32,
 ) -> StepShardings:
     """Return the shardings of a train step.
 
@@ -119,13 +123,15 @@ def step_shardings(
         has_head: whether the state holds a head.
         num_prompts: p of a batch. Arrays per prompt are sharded if the mesh divides p, else
             replicated; 0: they are replicated.
+        param_dtype: dtype of the parameters in `StepShardings.abstract`; adapters are float32.
 
     Raises:
         ValueError: the mesh does not divide the model.
     """
-    params, shardings, base = abstract_params(config), param_shardings(config, mesh), None
+    params, base = trained_shapes(config, param_dtype), None
+    shardings = param_shardings(config, mesh)
     if config.adapters is not None:
-        (_, params), (base, shardings) = lora.split(params), lora.split(shardings)
+        base, shardings = lora.split(shardings)
     head_size = config.hidden_size if has_head else 0
     shapes = jax.eval_shape(
         functools.partial(
@@ -136,15 +142,24 @@ def step_shardings(
     rows = NamedSharding(mesh, PartitionSpec(batch_axes(mesh)))
     replicated = NamedSharding(mesh, PartitionSpec())
     parts = math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
+    state = shardings_like(shapes, params, shardings, mesh)
     return StepShardings(
-        state=shardings_like(shapes, params, shardings, mesh),
+        state=state,
+        abstract=placed_shapes(shapes, state),
         batch=rows,
         groups=replicated if num_prompts % parts else rows,
         replicated=replicated,
         compute=ComputeSharding(config, Site(mesh)),
         base=base,
         head_size=head_size,
+        compiler_options=step_options(mesh.devices.flat[0], config.hidden_size),
     )
+
+
+def trained_shapes(config: TransformerConfig, param_dtype: Any) -> Any:
+    """Return shapes and dtypes of the trained parameters: all, or the adapters in float32."""
+    has_adapters = config.adapters is not None
+    return lora.abstract_adapters(config) if has_adapters else abstract_params(config, param_dtype)
 
 
 def make_init_state(

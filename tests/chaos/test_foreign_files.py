@@ -30,7 +30,7 @@ from tba_jax.weights.folder import WeightFolder
 CONFIG = make_config({"task.name": "arithmetic", "num_steps": 3})
 NAMES = [
     "config.json", "metrics.jsonl", "report.html", "report.json", "versions.json", "plots",
-    "weights", "checkpoints", "lock", "run.log", "lost+found", "notes",
+    "weights", "checkpoints", "lock", "heartbeat", "run.log", "lost+found", "notes",
 ]  # fmt: skip
 # Names that a run does not make, in the directory of a run.
 BESIDE = ["run.log", "lost+found", "notes", "checkpoints/5", "weights/11", "weights/notes"]

@@ -16,7 +16,7 @@ from tba_jax.config.rules import validate
 from tba_jax.config.schema import make_config
 from tba_jax.devices.config import parse_resources
 from tba_jax.devices.placement import divide
-from tba_jax.run.errors import FleetError, UserError, is_mendable
+from tba_jax.run.errors import RunError, UserError, is_mendable
 from tba_jax.run.fleet import Fleet, connected, train_fleet
 from tba_jax.run.shared import open_sites
 
@@ -49,7 +49,7 @@ def test_without_ray_the_command_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UserError, match=r"needs Ray.*pip install 'tba_jax\[fleet\]'"):
         train_fleet(make_config(FLEET), tmp_path, None, interrupted=lambda: False)
-    assert is_mendable(FleetError("died"))
+    assert is_mendable(RunError("died"))
 
 
 def test_a_trainer_group_has_all_devices_of_its_processes():
@@ -125,7 +125,7 @@ def test_failures_count_without_a_checkpoint_in_between(fleet, tmp_path):
         fleet.fail("TrainerProcess", Died("gone"), 5 - step)
         (tmp_path / "checkpoints" / str(step)).mkdir(parents=True)
     fleet.fail("TrainerProcess", Died("gone"), 5)
-    with pytest.raises(FleetError, match="the trainer failed 6 times .* its process ended. Fix"):
+    with pytest.raises(RunError, match="the trainer failed 6 times .* its process ended. Fix"):
         fleet.fail("TrainerProcess", Died("gone"))
 
 
@@ -135,7 +135,7 @@ def test_a_return_of_the_trainer_clears_the_failures_of_searchers(fleet):
         fleet.fail("SearcherProcess", Raised(), 5)
         fleet.fail("TrainerProcess", Died("gone"))
     fleet.fail("SearcherProcess", Raised(), 5)
-    with pytest.raises(FleetError, match="searchers 0 to 1 failed 6 times .*: no weights. Fix"):
+    with pytest.raises(RunError, match="searchers 0 to 1 failed 6 times .*: no weights. Fix"):
         fleet.fail("SearcherProcess", Raised())
 
 

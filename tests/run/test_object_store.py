@@ -15,7 +15,8 @@ from tba_jax.run import object_store
 from tba_jax.run.checkpoint import Checkpoints, load_host_state
 from tba_jax.run.errors import CheckpointError, UserError
 from tba_jax.run.object_store import opened, run_folder, storage_of
-from tba_jax.run.run import train
+from tba_jax.run.run import claim, train
+from tba_jax.run.workdir import run_id_of
 from tba_jax.weights.folder import StoredWeights, WeightFolder
 
 ADDRESS = "gs://bucket/runs/a"
@@ -62,7 +63,7 @@ def test_a_run_continues_on_another_machine(store, tmp_path, monkeypatch):
             pass
         for step in (1, 2, 3):
             save(checkpoints, folder, step)
-    assert not (store / "bucket/runs/a/heartbeat").exists()
+    assert not (store / "bucket/runs/a/tba_jax-heartbeat").exists()
     stored = sorted(path.name for path in (store / "bucket/runs/a/checkpoints").iterdir())
     assert stored == ["2", "3"] and not (folder / "checkpoints").exists()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "another machine"))
@@ -72,6 +73,18 @@ def test_a_run_continues_on_another_machine(store, tmp_path, monkeypatch):
         np.testing.assert_array_equal(again.read(3, ABSTRACT)["w"], np.full(8, 3.0))
         save(again, other, 5)
     assert load_host_state(str(run_folder(ADDRESS, "--workdir")))[0] == 5
+
+
+def test_a_run_begins_and_its_config_is_in_the_store_afterwards(store):
+    config = make_config({"task.name": "arithmetic"})
+    for _ in range(2):
+        with contextlib.ExitStack() as held:
+            folder, _ = claim(ADDRESS, config, held)
+            (folder / "plots").mkdir(exist_ok=True)
+            (folder / "plots" / "a.png").write_bytes(b"png")
+            found = run_id_of(folder)
+    stored = store / "bucket/runs/a"
+    assert run_id_of(stored) == found and (stored / "plots/a.png").read_bytes() == b"png"
 
 
 def test_a_process_that_is_killed_leaves_a_checkpoint_and_the_lines_of_its_steps(store):

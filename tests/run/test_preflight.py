@@ -7,8 +7,8 @@ import sys
 
 import pytest
 
+from tba_jax.commands.train import preflight
 from tba_jax.config.command_line import override
-from tba_jax.run.task_parts import preflight
 
 REWARDS = """
 def score(completions, answer, **kwargs):
@@ -60,14 +60,14 @@ BROKEN = {
         "config.search.engine = 'http://127.0.0.1:9/v1': not reachable",
     ),
     "a function that fails": ({"task__reward": "{}/rewards.py:raises"}, "undefined"),
-    "a misspelt function": ({"task__reward": "{}/rewards.py:scroe"}, "there is no 'scroe' in"),
+    "a misspelt function": ({"task__reward": "{}/rewards.py:scroe"}, "has no attribute 'scroe'"),
     "a missing column": ({"task__columns": "prompt=query"}, "no column 'query'"),
     "a missing model": ({"model__path": "{}/model"}, "/model' is not a folder"),
     "a damaged row": ({"task__data_path": "{}/bad.jsonl"}, "bad.jsonl, line 2"),
     "a value out of range": ({"batch__num_prompts": 0}, "num_prompts = 0: must be at least 1"),
     "a function without its column": (
         {"task__reward": "{}/rewards.py:wants_target"},
-        "needs the argument 'target'",
+        "missing 1 required positional argument: 'target'",
     ),
     "too few rewards": ({"task__reward": "{}/rewards.py:too_short"}, "returned 0 rewards for 1"),
     "lengths above the context": ({"task__max_prompt_tokens": 5000}, "was made for"),

@@ -1,25 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""config.json decides what a work directory is; only what the run made is deleted."""
+"""config.json decides what a work directory is. One process works on it: others are refused while
+it lives, and take over when it is gone."""
 
 import contextlib
 import dataclasses
 import os
+import subprocess
+import sys
+import threading
+import time
 import zlib
 
-import jax.numpy as jnp
 import pytest
 
-from tba_jax.commands import report
-from tba_jax.commands.entry_point import run_command
 from tba_jax.config.schema import make_config
-from tba_jax.run import lock
-from tba_jax.run.checkpoint import Checkpoints
+from tba_jax.devices.worker import WorkerError
+from tba_jax.run import workdir as workdirs
 from tba_jax.run.errors import UserError
 from tba_jax.run.run import claim
-from tba_jax.run.workdir import begin_run, run_id_of, saved_config
+from tba_jax.run.workdir import begin_run, hold, run_id_of, saved_config
 from tba_jax.storage.whole_files import write_json
 
 CONFIG = make_config({"task.name": "arithmetic", "num_steps": 3})
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch):
+    monkeypatch.setattr(workdirs, "BEAT_S", 0.02)
+    monkeypatch.setattr(workdirs, "EXPIRE_S", 1.0)
 
 
 def tree(folder):
@@ -75,11 +83,11 @@ def test_a_folder_that_holds_no_such_run_is_refused_and_left_alone(tmp_path, mak
     assert tree(tmp_path) == before
 
 
-@pytest.mark.parametrize("left", [(), ("lock",), ("lock", "heartbeat", "config.json.unfinished")])
-def test_a_new_folder_and_a_start_that_was_killed_begin_a_run(tmp_path, left, monkeypatch):
-    # The heartbeat may be that of another host.
-    monkeypatch.setattr(lock, "BEAT_S", 0.1)
-    monkeypatch.setattr(lock, "EXPIRE_S", 0.5)
+OURS = ("tba_jax-lock", "tba_jax-heartbeat", "config.json.unfinished")
+
+
+@pytest.mark.parametrize("left", [(), OURS[:1], OURS])
+def test_a_new_folder_and_a_start_that_was_killed_begin_a_run(tmp_path, left):
     for name in left:
         (tmp_path / name).write_text("")
     with contextlib.ExitStack() as held:
@@ -91,28 +99,69 @@ def test_a_new_folder_and_a_start_that_was_killed_begin_a_run(tmp_path, left, mo
         assert (tmp_path / "notes.txt").read_text() == "x"
 
 
-def test_only_checkpoints_of_the_run_are_deleted(tmp_path):
-    def save(run_id, *steps):
-        checkpoints = Checkpoints(tmp_path, run_id=run_id)
-        for step in steps:
-            checkpoints.save(step, {"w": jnp.zeros(2)}, {})
-        checkpoints.close()
-
-    save("theirs", 1)
-    (tmp_path / "checkpoints" / "2").mkdir()
-    (tmp_path / "checkpoints" / "2" / "model.bin").write_text("x")
-    (tmp_path / "checkpoints" / "notes.orbax-checkpoint-tmp").mkdir()
-    foreign = tree(tmp_path)
-    save("mine", 10, 20, 30, 40)
-    left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
-    assert left == ["1", "2", "30", "40", "notes.orbax-checkpoint-tmp"]
-    assert foreign.items() <= tree(tmp_path).items()
+def beat_elsewhere(workdir, beat):
+    # Whole at once, as the lock itself writes: a heartbeat may look at any moment.
+    (workdir / "elsewhere").write_text(f"process 7 on far\n{beat}")
+    (workdir / "elsewhere").replace(workdir / "tba_jax-heartbeat")
 
 
-def test_a_report_is_not_written_over_files_of_another_program(tmp_path, capsys):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
-    (tmp_path / "report.html").write_text("theirs")
-    before = tree(tmp_path)
-    assert run_command(lambda: report.main([str(tmp_path)])) == 2
-    assert "holds no run: there is no" in capsys.readouterr().err
-    assert tree(tmp_path) == before
+def test_one_process_holds_a_directory(tmp_path):
+    run = tmp_path / "run"
+    with hold(run):
+        with pytest.raises(UserError, match=rf"process {os.getpid()} on .* is working on .*run\."):
+            with hold(run):
+                pass
+    with hold(run):
+        pass
+    assert os.listdir(run) == ["tba_jax-lock"]
+
+
+def test_a_killed_process_holds_nothing_on_its_machine(tmp_path):
+    code = "import sys, os; from pathlib import Path; from tba_jax.run.workdir import hold\n"
+    code += "with hold(Path(sys.argv[1])): os.kill(os.getpid(), 9)"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, timeout=60)
+    assert done.returncode == -9 and (tmp_path / "tba_jax-heartbeat").exists()
+    with hold(tmp_path):
+        pass
+
+
+def test_a_holder_on_another_host_is_gone_when_it_sends_no_heartbeat(tmp_path):
+    beat_elsewhere(tmp_path, 3)
+    start = time.monotonic()
+    with hold(tmp_path):
+        assert time.monotonic() - start > 1.0
+
+
+def test_a_holder_on_another_host_with_a_heartbeat_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(workdirs, "EXPIRE_S", 60.0)
+    beat_elsewhere(tmp_path, 3)
+    threading.Timer(0.3, beat_elsewhere, (tmp_path, 4)).start()
+    with pytest.raises(UserError, match="process 7 on far is working on"):
+        with hold(tmp_path):
+            pass
+    (tmp_path / "tba_jax-heartbeat").unlink()  # it ends
+    with hold(tmp_path):
+        pass
+
+
+def failure(held):
+    """The error of `check`, once the heartbeat has failed."""
+    deadline = time.monotonic() + 30.0
+    while time.monotonic() < deadline:
+        try:
+            held.check()
+        except WorkerError as error:
+            return str(error)
+        time.sleep(0.01)
+    raise AssertionError("the heartbeat does not fail")
+
+
+def test_the_heartbeat_reports_a_directory_that_was_moved_or_fails_for_a_while(tmp_path):
+    with hold(tmp_path / "run") as held:
+        held.check()
+        start = time.monotonic()
+        (tmp_path / "run").rename(tmp_path / "moved")
+        assert "the work directory was deleted or moved" in failure(held)
+        assert time.monotonic() - start > 0.9
+    assert not (tmp_path / "run").exists()
