@@ -67,6 +67,9 @@ def test_every_reader_gets_the_newest_announced_version_in_its_layout(tmp_path):
     old = stored.at(0, 1)
     np.testing.assert_array_equal(old.params["kernel"], np.asarray(weights(0)["w"]).T)
     assert stored.at(1, 0) is None and stored.latest(1).version == 3
+    stored._load = None  # an older version is read once for all shards of its evaluation
+    stored.announce(3, [0])
+    assert stored.at(0, 0).version == stored.at(0, 1).version == 0
     folder.close()
 
 
