@@ -57,14 +57,36 @@ def search(
         WorkerError: a searcher failed.
     """
     while not stop.is_set():
+        workers, failed = list[Worker](), StopFlag()
+
+        def is_stopping(failed: StopFlag = failed) -> bool:
+            failed.check()
+            if stop.is_set():
+                raise RunEnded
+            return wants_stop()
+
         try:
             client.join([each.index for each in parts], identity)
             weights.reset()
-            _search_once(parts, weights, client, stop, wants_stop)
+            client.on_versions = weights.announce
+            searchers = [Searcher(each, client) for each in parts]
+            pairs = [search_workers(each, failed) for each in searchers]
+            workers = [worker for pair in pairs for worker in pair]
+            workers.append(Worker("weight-reader", lambda: weights.poll(DELIVERY_S), failed))
+            for worker in workers:
+                worker.start()
+            while True:
+                for searcher, (decoding, _) in zip(searchers, pairs, strict=True):
+                    client.beat(searcher.index, decoding.take_idle_s(), searcher.decode_counts())
+                if not client.exchange(is_stopping):
+                    is_stopping()
+                    failed.wait(POLL_S)
         except RunEnded:
             return
         except Rewind as rewind:
             client.log(str(rewind))
+        finally:
+            stop_workers(workers, failed)
 
 
 def wait_for_end(client: Client, wants_stop: Callable[[], bool]) -> None:
@@ -74,37 +96,3 @@ def wait_for_end(client: Client, wants_stop: Callable[[], bool]) -> None:
         while True:
             client.exchange(wants_stop)
             time.sleep(_LOOK_S)
-
-
-def _search_once(
-    parts: Sequence[SearchParts],
-    weights: StoredWeights | Weights,
-    client: Client,
-    outer: StopFlag,
-    wants_stop: Callable[[], bool],
-) -> None:
-    """Run the searchers until the client raises an error, or `outer` is set."""
-    stop = StopFlag()
-    client.on_versions = weights.announce
-    searchers = [Searcher(each, client) for each in parts]
-    pairs = [search_workers(each, stop) for each in searchers]
-    workers = [worker for pair in pairs for worker in pair]
-    workers.append(Worker("weight-reader", lambda: weights.poll(DELIVERY_S), stop))
-    for worker in workers:
-        worker.start()
-
-    def is_stopping() -> bool:
-        stop.check()
-        if outer.is_set():
-            raise RunEnded
-        return wants_stop()
-
-    try:
-        while True:
-            for searcher, (decoding, _) in zip(searchers, pairs, strict=True):
-                client.beat(searcher.index, decoding.take_idle_s(), searcher.decode_counts())
-            if not client.exchange(is_stopping):
-                is_stopping()
-                stop.wait(POLL_S)
-    finally:
-        stop_workers(workers, stop)

@@ -160,21 +160,6 @@ def test_as_many_tickets_begin_as_are_allowed_with_the_version_of_the_trainer():
     assert house.merged == [0, 1, 2, 3]
 
 
-def test_a_run_that_stopped_while_it_sampled_continues_with_the_tickets_that_are_left():
-    house = House(1)
-    house.owner.allow(5, 3)
-    house.owner.take(0, 3, 3)
-    put(house, 0, 1, version=3)
-    house.save()
-    house.restore()
-    house.owner.allow(5, 3)
-    assert numbers(house.owner.take(0, 9, 3)) == [0, 2, 3, 4]
-    assert not house.owner.take(0, 9, 3)
-    put(house, 0, 0, 2, 3, 4, version=3)
-    house.merge()
-    assert house.owner.is_done and house.merged == [0, 1, 2, 3, 4]
-
-
 @pytest.mark.parametrize(
     ("settings", "version", "step", "wanted"),
     [
