@@ -112,7 +112,7 @@ class ServedAdapters(ServedModel):
         super().__init__(folder, **options)
         self.loaded = {}  # name -> (application, queue, session); an unloaded one ends its requests
         self.entries = [(self.queue, self.session)]
-        self.server._server.config.app = self.respond
+        self.server._server.config.loaded_app = self.respond
 
     @property
     def names(self):
@@ -168,7 +168,7 @@ class FaultyServer(ServedAdapters):
     def __init__(self, folder, **options):
         self.faults, self.always = [], ""
         super().__init__(folder, **options)
-        self.server._server.config.app = self._spoiled
+        self.server._server.config.loaded_app = self._spoiled
 
     async def _spoiled(self, scope, receive, send):
         fault = self.always
