@@ -259,5 +259,5 @@ class SavedRun:
         from tba_jax.commands.saved import load_policy
         from tba_jax.models.tokenizer import Tokenizer
 
-        step, config, params, _, folder = load_policy(str(self.workdir))
+        step, config, params, _, folder, _ = load_policy(str(self.workdir))
         return Policy(step, config, params, Tokenizer.load(folder))

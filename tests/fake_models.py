@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tokenizers
+from hf_settings import hf_config
 from jax.sharding import NamedSharding, PartitionSpec
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 
 from tba_jax.decoding.engine import Decoder
 from tba_jax.models import lora, transformer
 from tba_jax.models import model as models
-from tba_jax.models.hf import config_json, hf_weights
+from tba_jax.models.hf import hf_weights
 from tba_jax.models.logprobs import token_logprobs
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.transformer import TransformerConfig, apply, unembed
@@ -276,7 +277,7 @@ def write_word_tokenizer(folder, size, *, eos, pad, shift=0):
 def make_folder(path, **changes):
     config = tiny_config(**changes)
     params = random_params(config)
-    hf_weights.save(path, config, params, config_json.hf_config(config, eos_token_id=2))
+    hf_weights.save(path, config, params, hf_config(config, eos_token_id=2))
     return config, params
 
 

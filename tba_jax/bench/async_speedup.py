@@ -17,7 +17,6 @@ two idle cores.
 """
 
 import argparse
-import dataclasses
 import functools
 import os
 import socket
@@ -48,8 +47,8 @@ _BALANCED = {
     "batch.num_prompts": 4,
     "model.remat": "none",
 }
-_HEADS = {"num_heads": 4, "num_kv_heads": 4, "head_dim": 64}
-_WIDER = {"hidden_size": 256, "num_layers": 6, "mlp_size": 768, **_HEADS}
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 64}
+_WIDER = {"hidden_size": 256, "num_hidden_layers": 6, "intermediate_size": 768, **_HEADS}
 _COLUMNS = ("step_s", "search_s", "train_s", "replay_ratio", "staleness", "speedup", "limit")
 
 
@@ -79,8 +78,8 @@ def measure(args: argparse.Namespace, folder: Path) -> Figures:
         )
     fields: dict[str, Any] = {}
     if args.model == "random":
-        shape = dataclasses.replace(models.describe(str(START_MODEL)).config, **_WIDER)
-        harness.write_model(folder / "model", shape)
+        settings = models.describe(str(START_MODEL)).hf_config | _WIDER
+        harness.write_model(folder / "model", settings)
         fields = _BALANCED | {"model.path": str(folder / "model")}
 
     def run(side: str, repeat: int, num_steps: int = args.num_steps) -> Figures:

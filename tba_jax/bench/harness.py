@@ -9,7 +9,6 @@ Invariant: a side that fails, hangs or lacks a package raises one ValueError wit
 
 import argparse
 import contextlib
-import dataclasses
 import datetime
 import importlib.metadata
 import itertools
@@ -18,7 +17,6 @@ import os
 import platform
 import re
 import shlex
-import shutil
 import signal
 import statistics
 import subprocess
@@ -35,8 +33,7 @@ import numpy as np
 from tba_jax.bench import trl_peer
 from tba_jax.devices.platform import prepare_process
 from tba_jax.models import transformer
-from tba_jax.models.hf import config_json, hf_weights
-from tba_jax.models.transformer import TransformerConfig
+from tba_jax.models.hf import families, hf_weights
 from tba_jax.report.jsonl import read_jsonl
 from tba_jax.run.model_parts import START_MODEL
 
@@ -47,26 +44,29 @@ TIMEOUT_S = 3600
 _POLL_S = 0.02
 _JOB = "--job"
 
-_39M = TransformerConfig(
-    vocab_size=32_000,
-    hidden_size=512,
-    num_layers=8,
-    num_heads=8,
-    num_kv_heads=2,
-    head_dim=64,
-    mlp_size=1408,
-    family="qwen2",
-    qkv_bias=True,
-    norm_eps=1e-6,
-    rope_theta=1_000_000.0,
-)
-_1_5B = {"vocab_size": 151_936, "hidden_size": 1536, "num_layers": 28, "num_heads": 12}
-_TINY = {"vocab_size": 128, "hidden_size": 32, "num_layers": 2, "num_heads": 4, "head_dim": 8}
-SHAPES = {
-    "39m": _39M,
-    "1.5b": dataclasses.replace(_39M, **_1_5B, head_dim=128, mlp_size=8960),
-    "tiny": dataclasses.replace(_39M, **_TINY, mlp_size=64),
+_39M = {
+    "model_type": "qwen2",
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 32_000,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 2048,
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1_000_000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
 }
+_1_5B = {"vocab_size": 151_936, "num_hidden_layers": 28, "num_attention_heads": 12}
+_TINY = {"vocab_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+MODELS = {
+    "39m": _39M,
+    "1.5b": _39M | _1_5B | {"hidden_size": 1536, "intermediate_size": 8960},
+    "tiny": _39M | _TINY | {"hidden_size": 32, "intermediate_size": 64},
+}
+SHAPES = {name: families.transformer_config(settings) for name, settings in MODELS.items()}
 """Qwen2 with a tied output matrix: 38,943,232 parameters; Qwen2.5-1.5B; one for tests."""
 
 
@@ -376,8 +376,8 @@ def here(platform_name: str | None = None) -> Figures:
     }
 
 
-def write_model(folder: Path, config: TransformerConfig) -> None:
-    """Write a model folder of random weights in float32, with the start model's tokenizer."""
-    shutil.copytree(START_MODEL, folder)
+def write_model(folder: Path, settings: Mapping[str, Any]) -> None:
+    """Write random weights in float32 for a config.json, with the start model's tokenizer."""
+    config = families.transformer_config(settings)
     params = transformer.init_params(config, jax.random.key(0), np.dtype("float32"))
-    hf_weights.save(folder, config, params, config_json.hf_config(config, dtype="float32"))
+    hf_weights.save(folder, config, params, settings, tokenizer_files_from=START_MODEL)

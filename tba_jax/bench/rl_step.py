@@ -109,7 +109,7 @@ def measure(args: argparse.Namespace, folder: Path) -> Figures:
 def write(job: Figures) -> Figures:
     """Write a model folder of random weights prompts and the reward."""
     folder, config = Path(job["folder"]), SHAPES[job["model_shape"]]
-    harness.write_model(folder / "model", config)
+    harness.write_model(folder / "model", harness.MODELS[job["model_shape"]])
     rng = np.random.default_rng(job["seed"])
     num_prompts = (job["warm_steps"] + job["steps"]) * job["prompts"]
     # A token is a digit; the tokenizer adds one token to the front.

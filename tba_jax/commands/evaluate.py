@@ -128,7 +128,7 @@ def _of_run(workdir: str, overrides: Sequence[str]) -> tuple[str, Config, Any, A
     folder = run_folder(workdir, "--workdir")
     config = override(load_run_config(folder), overrides)
     validate(config)
-    step, model_config, params, _, source = load_policy(folder)
+    step, model_config, params, _, source, _ = load_policy(folder)
     return f"{workdir} at step {step}", config, model_config, params, source
 
 

@@ -24,7 +24,7 @@ _ALWAYS = ("objective.name", "objective.beta", "objective.group_size", "optimize
 def hub_id(model_path: str) -> str:
     """Return the hub ID in a config's `model.path`; "" for a folder or an embedded model."""
     is_local = model_path.startswith((".", "/", "~", "embedded:")) or model_path.count("/") > 1
-    return "" if is_local else model_path
+    return "" if is_local or not model_path or Path(model_path).is_dir() else model_path
 
 
 def command(config: Mapping[str, Any]) -> str:

@@ -49,7 +49,7 @@ def load_run_config(workdir: str | os.PathLike[str]) -> Config:
     return unflatten(saved)
 
 
-def load_policy(workdir: str | os.PathLike[str]) -> tuple[int, Any, Any, dict[str, Any], str]:
+def load_policy(workdir: str | os.PathLike[str]) -> tuple[int, Any, Any, dict, str, Any]:
     """Return the policy of the newest checkpoint, sharded over the devices of `reading_mesh`.
 
     Adapters are merged into the parameters that they were trained on, in `model.param_dtype`.
@@ -58,7 +58,8 @@ def load_policy(workdir: str | os.PathLike[str]) -> tuple[int, Any, Any, dict[st
         workdir: work directory of the run, which may be running: a folder or gs://BUCKET/FOLDER.
 
     Returns:
-        Step, model config, params, and config.json and folder of the source model.
+        Step, model config, params, config.json and folder of the source model; (config, adapters),
+        or None without adapters of this source.
 
     Raises:
         ValueError: the folder has no run, or the adapters were trained on other weights than those
@@ -72,10 +73,11 @@ def load_policy(workdir: str | os.PathLike[str]) -> tuple[int, Any, Any, dict[st
     policy = policy_config(config, model_config)
     checkpoints, step = open_newest(folder)
     params = checkpoints.read(step, make_step_shardings(config, model_config, mesh).abstract).params
+    adapters = (policy, params) if policy.adapters and not source.adapters else None
     if policy.adapters is not None:
         base = source.load_params(
             param_dtype=jnp.dtype(config.model.param_dtype),
             shardings=param_shardings(model_config, mesh),
         )
         params = lora.merge(base, params, config=policy)
-    return step, model_config, params, source.hf_config, str(source.folder)
+    return step, model_config, params, source.hf_config, str(source.folder), adapters

@@ -124,7 +124,7 @@ def _load(args: argparse.Namespace, dtype: Any) -> tuple[Any, Any, str, int]:
 
         from tba_jax.commands.saved import load_policy
 
-        step, config, params, _, folder = load_policy(args.workdir)
+        step, config, params, _, folder, _ = load_policy(args.workdir)
         device = jax.local_devices()[0]
         params = jax.tree.map(lambda x: jax.device_put(x, device).astype(dtype), params)
         return config, params, folder, step

@@ -2,7 +2,7 @@
 """Architecture of a decoder-only transformer: sizes, traits, and the pattern of its layers."""
 
 import dataclasses
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from tba_jax.models import rope
 
@@ -162,47 +162,30 @@ class TransformerConfig:
     attention: Literal["auto", "xla"] = "auto"
 
     def __post_init__(self) -> None:
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads = {self.num_heads} is not a multiple of num_kv_heads = "
-                f"{self.num_kv_heads}; every key/value head must serve equally many query heads"
-            )
-        if not 0 <= self.rotary_fraction <= 1:
-            raise ValueError(
-                f"rotary_fraction = {self.rotary_fraction} is not a share of head_dim. Set it to a "
-                "number from 0 to 1"
-            )
-        if self.positions == "rotary" and self.rotary_dim % 2 and self.rotary_dim == self.head_dim:
-            raise ValueError(f"head_dim = {self.head_dim} is odd; rotary positions need it even")
-        if ("window" in self.pattern) != (0 < self.window <= self.max_positions):
-            raise ValueError(
-                f"window = {self.window} in a pattern of {', '.join(self.pattern)} layers; window "
-                f"layers need 1 to max_positions = {self.max_positions}, other patterns need 0"
-            )
-        if not 0 <= self.experts_per_token <= self.num_experts or (
-            self.num_experts and not self.experts_per_token
-        ):
-            raise ValueError(
-                f"experts_per_token = {self.experts_per_token} of num_experts = "
-                f"{self.num_experts}; set it to a number from 1 to num_experts"
-            )
-
+        need, is_rotary = self._need, self.positions == "rotary"
+        has_window, num, chosen = "window" in self.pattern, self.num_experts, self.experts_per_token
+        multiple = "the first must be a multiple of the second"
+        need(self.num_heads % self.num_kv_heads == 0, multiple, "num_heads", "num_kv_heads")
+        need(0 <= self.rotary_fraction <= 1, "must be a number from 0 to 1", "rotary_fraction")
+        is_odd = is_rotary and self.rotary_dim % 2 and self.rotary_dim == self.head_dim
+        need(not is_odd, "must be even for rotary positions", "head_dim")
+        rule = "window layers need a window of 1 to max_positions, other patterns 0"
+        is_in_range = 0 < self.window <= self.max_positions
+        need(has_window == is_in_range, rule, "window", "pattern", "max_positions")
+        rule = "must be 1 to num_experts, or 0 without experts"
+        need(min(num, 1) <= chosen <= num, rule, "experts_per_token", "num_experts")
         if "delta" in self.pattern:
-            self._check_delta()
+            heads = ("delta_value_heads", "delta_key_heads")
+            names = (*heads, "delta_key_dim", "delta_value_dim", "delta_taps")
+            need(all(getattr(self, name) > 0 for name in names), "must be above 0", *names)
+            need(self.delta_value_heads % self.delta_key_heads == 0, multiple, *heads)
+            has_attention = {*self.layer_kinds} != {"delta"}
+            need(has_attention, "a model needs a layer with attention", "pattern", "num_layers")
 
-    def _check_delta(self) -> None:
-        sizes = (self.delta_key_dim, self.delta_value_dim, self.delta_taps)
-        heads, values = self.delta_key_heads, self.delta_value_heads
-        if min(heads, values, *sizes) < 1 or values % heads:
-            raise ValueError(
-                f"delta layers got delta_key_heads = {heads}, delta_value_heads = {values}, and "
-                f"(delta_key_dim, delta_value_dim, delta_taps) = {sizes}; set all above 0, and "
-                "delta_value_heads to a multiple of delta_key_heads"
-            )
-        if set(self.layer_kinds) == {"delta"}:
-            raise ValueError(
-                f"all {self.num_layers} layers are delta layers; a model needs one with attention"
-            )
+    def _need(self, is_met: Any, rule: str, *names: str) -> None:
+        if not is_met:
+            found = ", ".join(f"{name} = {getattr(self, name)}" for name in names)
+            raise ValueError(f"{found}: {rule}. Use the config.json of a published model")
 
     @property
     def output_table(self) -> str:

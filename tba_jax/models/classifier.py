@@ -34,15 +34,7 @@ def classify(
         config: the architecture; num_labels > 0.
         compute_dtype: dtype of matmul inputs, as in `transformer.apply`.
         sharding: on a mesh, a `shardings.ComputeSharding`.
-
-    Raises:
-        ValueError: the model is a language model.
     """
-    if not config.num_labels:
-        raise ValueError(
-            "classify got a language model (num_labels = 0). Load a checkpoint of a "
-            "*ForSequenceClassification architecture"
-        )
     if sharding is not None:
         params = sharding.ends(params, compute_dtype)
     positions = jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)

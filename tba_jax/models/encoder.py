@@ -8,6 +8,7 @@ its valid tokens alone, not on position, amount or contents of the padding.
 """
 
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Mapping
@@ -19,42 +20,36 @@ from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tba_jax.models import attention
 from tba_jax.models.block import norm
-from tba_jax.models.hf import config_json, folders, hf_weights, layouts
-from tba_jax.models.hf.tensors import bind
+from tba_jax.models.hf import config_json, folders, hf_weights
+from tba_jax.models.hf.tensors import Rule, bind, linear, within
 
 Params = Mapping[str, Any]
 
-# Unused tensors: buffers of old checkpoints, and the pooler of the pretraining task.
-_SPARE = (
-    "embeddings.position_ids",
-    "embeddings.token_type_ids",
-    "pooler.dense.weight",
-    "pooler.dense.bias",
-)
+# Ends of unused tensors: buffers of old checkpoints, and the pooler of the pretraining task.
+_SPARE = ("position_ids", "token_type_ids", "pooler.dense.weight", "pooler.dense.bias")
 _ARCHITECTURES = {"roberta": "RobertaForSequenceClassification", "bert": "BertModel"}
-_SIZES = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "mlp_size": "intermediate_size",
-    "num_positions": "max_position_embeddings",
-    "num_token_types": "type_vocab_size",
+# Axes of tensors and leaves as in `families`.
+_HEADS = ("(h e) d -> d h e", "(h e) -> h e")
+_LAYER = {
+    **linear("attention.self.query", "q", *_HEADS),
+    **linear("attention.self.key", "k", *_HEADS),
+    **linear("attention.self.value", "v", *_HEADS),
+    **linear("attention.output.dense", "o", "d (h e) -> h e d"),
+    **linear("attention.output.LayerNorm", "attn_norm"),
+    **linear("intermediate.dense", "up", "f d -> d f"),
+    **linear("output.dense", "down", "d f -> f d"),
+    **linear("output.LayerNorm", "mlp_norm"),
 }
-# Setting -> the only supported value; None: the setting must be missing, null, false or empty.
-_COVERED = {
-    "hidden_act": "gelu",
-    "position_embedding_type": "absolute",
-    **dict.fromkeys(("is_decoder", "add_cross_attention", "pruned_heads", "quantization_config")),
+_TRUNK = {
+    "embeddings.word_embeddings.weight": Rule("embed"),
+    "embeddings.position_embeddings.weight": Rule("positions"),
+    "embeddings.token_type_embeddings.weight": Rule("token_types"),
+    **linear("embeddings.LayerNorm", "embed_norm"),
+    **within("encoder.layer.#.", _LAYER),
 }
-# Defaults of transformers, for fields that old config.json files omit.
-_DEFAULTS = {
-    "hidden_act": "gelu",
-    "position_embedding_type": "absolute",
-    "max_position_embeddings": 512,
-    "type_vocab_size": 2,
-    "layer_norm_eps": 1e-12,
-    "pad_token_id": 1,
+_HEAD = {
+    **linear("classifier.dense", "head", "o d -> d o"),
+    **linear("classifier.out_proj", "logits", "o d -> d o"),
 }
 
 
@@ -99,28 +94,25 @@ def encoder_config(hf_config: Mapping[str, Any]) -> EncoderConfig:
     Raises:
         ValueError: an unsupported setting; names its value and the supported values.
     """
-    family = hf_config.get("model_type")
-    if family not in _ARCHITECTURES:
-        raise _unsupported("model_type", family, " or ".join(_ARCHITECTURES))
-    values = {**_DEFAULTS, **{k: v for k, v in hf_config.items() if v is not None}}
-    missing = [name for name in _SIZES.values() if name not in values]
-    if missing:
-        raise ValueError(
-            f"config.json of a {family} model lacks {', '.join(missing)}. Add them, as in the "
-            "published config.json of the model"
-        )
-    architecture = _ARCHITECTURES[family]
-    if architecture not in values.get("architectures", [architecture]):
-        raise _unsupported("architectures", values["architectures"], architecture)
-    for name, wanted in _COVERED.items():
-        if (values.get(name) or None) != wanted:
-            raise _unsupported(name, values[name], wanted or "none")
-    names = values.get("id2label") or {i: f"LABEL_{i}" for i in range(values.get("num_labels", 2))}
-    is_roberta = family == "roberta"
+    s = config_json.Settings(hf_config)
+    if s.family not in _ARCHITECTURES:
+        raise config_json.unsupported("model_type", s.family, " or ".join(_ARCHITECTURES))
+    is_roberta, wanted = s.family == "roberta", _ARCHITECTURES[s.family]
+    if wanted not in (found := s.get("architectures", [wanted])):
+        raise config_json.unsupported("architectures", found, wanted)
+    s.only(hidden_act="gelu", position_embedding_type="absolute", is_decoder=False)
+    s.only(add_cross_attention=False, pruned_heads={}, quantization_config={})
+    names = s.get("id2label") or {i: f"LABEL_{i}" for i in range(s.get("num_labels", 2))}
     return EncoderConfig(
-        **{our: config_json.check(their, values[their], int) for our, their in _SIZES.items()},
-        norm_eps=values["layer_norm_eps"],
-        pad_id=values["pad_token_id"] if is_roberta else None,
+        vocab_size=s("vocab_size", int),
+        hidden_size=s("hidden_size", int),
+        num_layers=s("num_hidden_layers", int),
+        num_heads=s("num_attention_heads", int),
+        mlp_size=s("intermediate_size", int),
+        num_positions=s("max_position_embeddings", int),
+        num_token_types=s("type_vocab_size", int),
+        norm_eps=s("layer_norm_eps", float),
+        pad_id=s.get("pad_token_id", 1) if is_roberta else None,
         labels=tuple(names[i] for i in sorted(names, key=int)) if is_roberta else (),
     )
 
@@ -135,21 +127,15 @@ def load(
         param_dtype: storage dtype; the checkpoint is converted.
 
     Raises:
-        ValueError: no such model, an unsupported setting, pickled weights, a damaged file, or
-            missing, unexpected or misshaped tensors (all named in one message).
+        ValueError: no such model, an unsupported setting, or as `hf_weights.read`.
     """
     folder = folders.resolve(path_or_hub_id)
     config = encoder_config(folders.load_config(folder))
     abstract, prefix = abstract_params(config, param_dtype), "roberta." if config.labels else ""
-    table = {prefix + name: rule for name, rule in layouts.ENCODER.items()} | layouts.ENCODER_HEAD
-    params = hf_weights.read(
-        hf_weights.open_folder(folder),
-        bind(table, abstract, ("full",) * config.num_layers),
-        abstract,
-        family="roberta" if config.labels else "bert",
-        is_spare=lambda name: name.endswith(_SPARE),
-    )
-    return config, params
+    tensors = bind(within(prefix, _TRUNK) | _HEAD, abstract, ("full",) * config.num_layers)
+    stored = hf_weights.open_folder(folder)
+    stored = {name: x for name, x in stored.items() if not name.endswith(_SPARE)}
+    return config, hf_weights.read(stored, tensors, abstract, folder)
 
 
 def abstract_params(config: EncoderConfig, param_dtype: Any = jnp.float32) -> Params:
@@ -157,8 +143,8 @@ def abstract_params(config: EncoderConfig, param_dtype: Any = jnp.float32) -> Pa
     d, f, n = config.hidden_size, config.mlp_size, len(config.labels)
     heads = (config.num_heads, d // config.num_heads)
     layers = {
-        **{name: (d, *heads) for name in "qkv"},
-        **{f"{name}_bias": heads for name in "qkv"},
+        **dict.fromkeys("qkv", (d, *heads)),
+        **dict.fromkeys(("q_bias", "k_bias", "v_bias"), heads),
         **{"o": (*heads, d), "o_bias": (d,), "attn_norm": (d,), "attn_norm_bias": (d,)},
         **{"up": (d, f), "up_bias": (f,), "down": (f, d), "down_bias": (d,)},
         **{"mlp_norm": (d,), "mlp_norm_bias": (d,)},
@@ -173,11 +159,8 @@ def abstract_params(config: EncoderConfig, param_dtype: Any = jnp.float32) -> Pa
     }
     if n:
         shapes |= {"head": (d, d), "head_bias": (d,), "logits": (d, n), "logits_bias": (n,)}
-    return jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, param_dtype),
-        shapes,
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
+    spec = functools.partial(jax.ShapeDtypeStruct, dtype=param_dtype)
+    return jax.tree.map(spec, shapes, is_leaf=lambda x: isinstance(x, tuple))
 
 
 def classify(
@@ -199,11 +182,6 @@ def classify(
         mask: which tokens are valid.
         compute_dtype: as in `encode`.
     """
-    if not config.labels:
-        raise ValueError(
-            "this encoder has no classification head; load a RobertaForSequenceClassification "
-            "checkpoint, or use embed_sentences"
-        )
     hidden = encode(params, tokens, mask, config=config, compute_dtype=compute_dtype)
     first = jnp.argmax(mask, axis=1)  # 0 for a row without valid tokens
     x = jnp.take_along_axis(hidden, first[:, None, None], axis=1)[:, 0]
@@ -270,19 +248,22 @@ def encode(
         jnp.where(mask, 0.0, attention.MASKED)[:, None, :], (*mask.shape, mask.shape[1])
     )
 
+    def layer_norm(p: Params, name: str, x: Array) -> Array:
+        return norm(x, p[name], p[name + "_bias"], cast("Any", config))
+
     def layer(x: Array, p: Params) -> tuple[Array, None]:
         q, k, v = (_linear(p, name, x) for name in "qkv")
         out = attention.attend(q[..., None, :], k, v, bias)[..., 0, :]
-        x = _layer_norm(p, "attn_norm", x + _linear(p, "o", out, num_in=2), config)
+        x = layer_norm(p, "attn_norm", x + _linear(p, "o", out, num_in=2))
         y = jax.nn.gelu(_linear(p, "up", x), approximate=False)
-        return _layer_norm(p, "mlp_norm", x + _linear(p, "down", y), config), None
+        return layer_norm(p, "mlp_norm", x + _linear(p, "down", y)), None
 
     x = (
         params["embed"].at[tokens].get(mode="fill", fill_value=jnp.nan, wrap_negative_indices=False)
         + params["positions"][_positions(tokens, mask, config)]
         + jnp.broadcast_to(params["token_types"][0], (*tokens.shape, config.hidden_size))
     )
-    x = _layer_norm(params, "embed_norm", x.astype(compute_dtype), config)
+    x = layer_norm(params, "embed_norm", x.astype(compute_dtype))
     return jax.lax.scan(layer, x, params["layers"])[0]
 
 
@@ -304,16 +285,3 @@ def _linear(p: Params, name: str, x: Array, num_in: int = 1) -> Array:
     out = x.reshape(-1, size) @ kernel.reshape(size, -1)
     out = out.reshape(*x.shape[: x.ndim - num_in], *kernel.shape[num_in:])
     return out + jnp.broadcast_to(bias, out.shape)
-
-
-def _layer_norm(
-    p: Params, name: str, x: Float[Array, "b s d"], config: EncoderConfig
-) -> Float[Array, "b s d"]:
-    return norm(x, p[name], p[name + "_bias"], cast("Any", config))
-
-
-def _unsupported(setting: str, got: Any, wanted: str) -> ValueError:
-    return ValueError(
-        f"config.json has {setting} = {got!r}, which the encoder does not implement (it covers: "
-        f"{wanted}). Choose a RobertaForSequenceClassification or BertModel checkpoint without it"
-    )

@@ -6,7 +6,6 @@ that need the architecture before the weights are sharded, or no weights.
 """
 
 import dataclasses
-import functools
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -14,10 +13,11 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tba_jax.models.hf import config_json, families, folders, hf_weights
+from tba_jax.models import lora
+from tba_jax.models.hf import adapter_files, families, folders, hf_weights
 from tba_jax.models.shardings import param_shardings
 from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.models.transformer import Params, TransformerConfig, abstract_params
+from tba_jax.models.transformer import Params, TransformerConfig
 
 
 class Model(NamedTuple):
@@ -38,12 +38,14 @@ class Description:
         config: architecture of the model.
         tokenizer: tokenizer of a language model; None for a classifier, and for a folder without
             tokenizer files.
+        adapters: folder of adapters that are merged into the weights of `folder`; None: none.
     """
 
     folder: Path
     hf_config: dict[str, Any]
     config: TransformerConfig
     tokenizer: Tokenizer | None = None
+    adapters: Path | None = None
 
     def load_tokenizer(self) -> Tokenizer:
         """Return the tokenizer of the model; raise ValueError as `Tokenizer.load`."""
@@ -59,20 +61,13 @@ class Description:
             shardings: sharding of each leaf; None: the default device.
 
         Raises:
-            ValueError: as `hf_weights.read` and `hf_weights.check_tied`.
+            ValueError: as `hf_weights.load` and `adapter_files.read`.
         """
-        stored = hf_weights.open_folder(self.folder)
-        if self.config.tie_embeddings and not self.config.num_labels:
-            hf_weights.check_tied(stored, *families.tied_names(self.config))
-        return hf_weights.read(
-            stored,
-            families.tensors(self.config, stored),
-            abstract_params(self.config, param_dtype),
-            shardings=shardings,
-            family=self.config.family,
-            aliases=functools.partial(families.aliases, config=self.config),
-            is_spare=functools.partial(families.is_spare, config=self.config),
-        )
+        params = hf_weights.load(self.folder, self.config, param_dtype, shardings)
+        if self.adapters is None:
+            return params
+        config, adapters = adapter_files.read(self.adapters, self.config)
+        return lora.merge(params, adapters, config=config)
 
 
 def describe(path_or_hub_id: str | os.PathLike[str], *, with_weights: bool = True) -> Description:
@@ -81,15 +76,20 @@ def describe(path_or_hub_id: str | os.PathLike[str], *, with_weights: bool = Tru
     Rows of the vocabulary that are no tokens of the tokenizer have probability 0.
 
     Args:
-        path_or_hub_id: a folder with config.json, a hub ID, or embedded:NAME.
+        path_or_hub_id: a folder with config.json, or with adapters in the format of peft; a hub
+            ID, or embedded:NAME.
         with_weights: whether to download the weights of a hub ID, too.
 
     Raises:
         ValueError: no such model, a setting that is not implemented, or a damaged tokenizer.
     """
     folder = folders.resolve(path_or_hub_id, with_weights=with_weights)
-    hf_config = config_json.language_model(folders.load_config(folder))
-    config = config_json.transformer_config(hf_config)
+    if (settings := folder / folders.ADAPTER_SETTINGS).is_file():
+        base = str(folders.read_json(settings).get("base_model_name_or_path"))
+        found = describe(base, with_weights=with_weights)
+        return dataclasses.replace(found, adapters=folder)
+    hf_config = families.language_model(folders.load_config(folder))
+    config = families.transformer_config(hf_config)
     if config.num_labels or not (folder / "tokenizer.json").is_file():
         return Description(folder, hf_config, config)
     tokenizer = Tokenizer.load(folder)

@@ -1,22 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion between text and token IDs.
 
-This module never pads: callers keep lengths or masks, so `pad_id` may be a real end-of-sequence
-token and none is ever lost. Invariant: this module alone decides which IDs are special (`bos_id`,
-`eos_ids`, `pad_id`), from the files of the model folder, and every ID that it returns has an
-embedding in the model.
+tokenizer.json alone decides how text is split. Classes of transformers replace a part of it for
+some models; `python -m tba_jax.main --dry_run` compares both (`Tokenizer.difference`). This module
+never pads: callers keep lengths or masks, so `pad_id` may be a real end-of-sequence token and none
+is ever lost. Invariant: this module alone decides which IDs are special (`bos_id`, `eos_ids`,
+`pad_id`), from the files of the model folder, and every ID that it returns has an embedding in the
+model.
 """
 
+import codecs
 import functools
-import itertools
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tba_jax.models.hf import chat_template, folders, tokenizer_files
-from tba_jax.models.hf.tokenizer_files import TokenizerFiles
+from tba_jax.models.hf import chat_template, folders
+
+_NAMED = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
+_PROBES = (
+    "The answer is 12345.678, isn't it?",
+    "  two spaces\n\n\tand a tab \n",
+    "def f(x):\n    return x**2  # caf\u00e9",
+    "\u4f60\u597d, \u0434\u043e\u043c, \U0001f600!",
+    "http://a.b/c?d=1&e=[2]",
+)
+# Marks the end of the last message while a template renders it. A template that strips messages
+# removes the space at the end of the mark.
+_END = "\ue000END\ue000 "
+# Character -> byte in the tokens of byte-level tokenizers: printable bytes are themselves.
+_PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
+_BYTES = {chr(b): b for b in _PRINTABLE}
+_BYTES |= {chr(256 + i): b for i, b in enumerate(sorted({*range(256)} - {*_PRINTABLE}))}
 
 
 class Tokenizer:
@@ -30,27 +49,36 @@ class Tokenizer:
             generation_config.json, or of config.json if the former has none.
         pad_id: padding token, else the first end-of-sequence token, else 0. It can be one of
             `eos_ids` (Qwen: <|endoftext|> is both).
-        vocab_size: number of tokens, including added ones; the model may have more rows.
-        end: largest token ID plus 1; more than `vocab_size` if some IDs are unused.
+        end: largest token ID plus 1, also of added tokens; the model may have more rows.
     """
 
-    def __init__(self, files: TokenizerFiles) -> None:
-        self._files, self._library = files, files.library
-        self.vocab_size: int = self._library.get_vocab_size()
-        self.end: int = max(self._library.get_vocab().values()) + 1
-        ids = {name: self._library.token_to_id(text) for name, text in files.special.items()}
-        bos, eos, pad, unknown = (ids.get(name) for name in ("bos", "eos", "pad", "unk"))
-        self._unknown_id: int | None = unknown
-        self.bos_id: int | None = files.bos_id if bos is None else bos
-        first = self._library.encode("a").ids[:1]
-        self.adds_bos: bool = self.bos_id is not None and first == [self.bos_id]
+    def __init__(self, folder: Path) -> None:
+        settings: dict[str, Any] = {}
+        for name in ("special_tokens_map.json", "tokenizer_config.json"):
+            settings |= _read_json(folder / name)
+        if "AutoTokenizer" in (settings.get("auto_map") or {}):
+            raise ValueError(
+                f"{folder}: the tokenizer cannot be read, because it is Python code (auto_map in "
+                "tokenizer_config.json), which is not run. Save it as tokenizer.json"
+            )
+        values = {name: settings.get(f"{name}_token") for name in _NAMED}
+        texts = {name: x["content"] if isinstance(x, dict) else x for name, x in values.items()}
+        self._special = {name: text for name, text in texts.items() if text is not None}
+        self._library = library = _read_library(folder, self._special.values())
+        self._folder, self._template = folder, _read_template(folder, settings)
+        self.end: int = max(library.get_vocab().values()) + 1
+        model = _read_json(folder / "config.json")
+        self._num_rows: int | None = model.get("vocab_size")  # rows of the embedding
+        ids = {name: library.token_to_id(text) for name, text in self._special.items()}
+        self._unknown_id: int | None = ids.get("unk")
+        bos, eos, pad = (ids.get(name) for name in ("bos", "eos", "pad"))
+        self.bos_id: int | None = model.get("bos_token_id") if bos is None else bos
+        self.adds_bos = self.bos_id is not None and library.encode("a").ids[:1] == [self.bos_id]
         own: list[int] = [] if eos is None else [eos]
-        declared = list(dict.fromkeys([*own, *files.end_ids]))
-        self.eos_ids: tuple[int, ...] = tuple(i for i in declared if self._has_row(i))
-        if self.adds_bos and not self._has_row(self.bos_id):
-            raise self._no_row("beginning-of-sequence token", self.bos_id)
-        if declared and not self.eos_ids:
-            raise self._no_row("end-of-sequence token", max(declared))
+        ends = _end_ids(_read_json(folder / "generation_config.json")) or _end_ids(model)
+        self.eos_ids: tuple[int, ...] = tuple(filter(self._has_row, dict.fromkeys([*own, *ends])))
+        if not self.eos_ids and (own or ends):
+            raise self._no_row("end-of-sequence token", max([*own, *ends]))
         # A pad token without a row would index beyond the embedding.
         fallback = (self.eos_ids or (0,))[0]
         self.pad_id: int = fallback if pad is None or not self._has_row(pad) else pad
@@ -60,15 +88,10 @@ class Tokenizer:
         """Return the tokenizer of a model folder, hub ID or embedded model.
 
         Raises:
-            ValueError: no such model, no tokenizer that can be loaded without running its code, or
-                special tokens without an embedding in the model.
+            ValueError: no such model, no tokenizer.json, a damaged file, a tokenizer that is code,
+                or special tokens without an embedding in the model.
         """
-        folder = folders.resolve(path_or_hub_id)
-        files = tokenizer_files.read(folder)
-        try:
-            return cls(files)
-        except ValueError as error:
-            raise ValueError(f"{folder}: {error}") from error
+        return cls(folders.resolve(path_or_hub_id))
 
     def encode(self, text: str, add_bos: bool) -> np.ndarray:
         """Return the token IDs of a text, int32 [s]; special tokens in the text are recognised.
@@ -115,17 +138,43 @@ class Tokenizer:
         return self._checked(np.delete(ids, from_text[len(from_text) - excess :]))
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special: bool = True) -> str:
-        """Return the text of token IDs, without special tokens unless requested."""
-        return self.batch_decode([ids], skip_special)[0]
+        """Return the text of token IDs, without special tokens unless requested.
+
+        IDs that the tokenizer lacks are ignored.
+        """
+        return self._library.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
     def batch_decode(
         self, rows: Sequence[Sequence[int] | np.ndarray], skip_special: bool = True
     ) -> list[str]:
-        """Return the text of each row of token IDs; IDs that the tokenizer lacks are ignored."""
-        return [
-            self._library.decode([int(i) for i in row], skip_special_tokens=skip_special)
-            for row in rows
-        ]
+        """Return the text of each row of token IDs, as `decode`."""
+        return [self.decode(row, skip_special) for row in rows]
+
+    def token_texts(self, ids: Sequence[int]) -> list[str]:
+        """Return a text for each token; a character of several tokens belongs to the first one."""
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        texts, start = [""] * len(ids), 0
+        for i, token in enumerate(ids):
+            texts[start] += decoder.decode(self.token_bytes(token), final=i + 1 == len(ids))
+            if not decoder.getstate()[0]:  # no bytes of an unfinished character
+                start = i + 1
+        return texts
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """Return the bytes of a token, which may be a part of a character in UTF-8."""
+        before, start = self._before  # some tokenizers drop a space at the start of a text
+        text = self.decode([*before, token_id], skip_special=False).removeprefix(start)
+        token = self._library.id_to_token(token_id) or ""
+        if "\ufffd" in text and (code := re.fullmatch("<0x([0-9A-F]{2})>", token)):
+            return bytes.fromhex(code[1])
+        if "\ufffd" in text and all(character in _BYTES for character in token):
+            return bytes(_BYTES[character] for character in token)
+        return text.encode()
+
+    @functools.cached_property
+    def _before(self) -> tuple[list[int], str]:
+        ids = self.encode("a", add_bos=False)[-1:].tolist()
+        return ids, self.decode(ids, skip_special=False)
 
     @functools.cached_property
     def library(self) -> Any:
@@ -134,7 +183,33 @@ class Tokenizer:
         Raises:
             ValueError: transformers refuses the files.
         """
-        return tokenizer_files.of_transformers(self._files.folder)
+        # Suppress the advice on standard error to install torch, which is not used.
+        os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+        from transformers import AutoTokenizer
+
+        try:
+            # trust_remote_code=False, because the default asks at the terminal.
+            return AutoTokenizer.from_pretrained(
+                str(self._folder), local_files_only=True, trust_remote_code=False
+            )
+        except Exception as error:  # transformers raises many types for unusable files
+            raise _unreadable(self._folder, error) from error
+
+    def difference(self) -> str:
+        """Return a line if transformers splits texts otherwise than tokenizer.json; "" if not.
+
+        Raises:
+            ValueError: as `library`.
+        """
+        for text in _PROBES:
+            ours = self._library.encode(text, add_special_tokens=False).ids
+            theirs = self.library.encode(text, add_special_tokens=False)
+            if ours != theirs:
+                return (
+                    f"{self._folder}: transformers ({type(self.library).__name__}) splits {text!r} "
+                    f"into {theirs}, tokenizer.json into {ours}. Training uses tokenizer.json"
+                )
+        return ""
 
     @functools.cached_property
     def longest_token(self) -> int:
@@ -152,7 +227,7 @@ class Tokenizer:
     @property
     def has_chat_template(self) -> bool:
         """Whether `format_chat` works."""
-        return bool(self._files.template)
+        return bool(self._template)
 
     def format_chat(
         self,
@@ -174,8 +249,11 @@ class Tokenizer:
 
         Raises:
             ValueError: the tokenizer has no chat template, a message lacks a key, or the template
-                refuses the messages (some have no "system" role).
+                is not valid, refuses the messages (some have no "system" role), or does not write
+                the last message, which begins the response.
         """
+        from jinja2 import TemplateError
+
         if not self.has_chat_template:
             raise ValueError(
                 "this tokenizer has no chat template. Use plain prompts, or an instruction-tuned "
@@ -187,13 +265,28 @@ class Tokenizer:
                 f"chat messages {list(messages)!r}: wanted at least one, each with 'role' and "
                 "'content'"
             )
-        special = {f"{name}_token": text for name, text in self._files.special.items()}
-        return chat_template.render(
-            self._files.template,
-            messages,
-            continues=messages[-1]["role"] == "assistant" and not is_complete,
-            variables={**special, **(variables or {})},
-        )
+        continues = messages[-1]["role"] == "assistant" and not is_complete
+        shown = [dict(message) for message in messages]
+        shown[-1]["content"] += _END * continues
+        given: dict[str, Any] = {"tools": None, "documents": None, "messages": shown}
+        given |= {f"{name}_token": text for name, text in self._special.items()}
+        given |= {"add_generation_prompt": not continues, **(variables or {})}
+        try:
+            text = chat_template.compiled(self._template).render(given)
+        except TemplateError as error:
+            raise ValueError(
+                f"the chat template of this tokenizer refuses the messages ({error}). Change the "
+                "roles or their order"
+            ) from error
+        if not continues:
+            return text
+        before, mark, after = text.rpartition(_END.strip())
+        if not mark:
+            raise ValueError(
+                "the chat template of this tokenizer does not write the last message, which begins "
+                "the response. Remove this message, or use another template"
+            )
+        return before if after.startswith(" ") else before.rstrip()
 
     def has_vocabulary_of(self, other: "Tokenizer") -> bool:
         """Return whether every token of `other` has the same ID in this tokenizer."""
@@ -201,7 +294,7 @@ class Tokenizer:
 
     def _has_row(self, token_id: int | None) -> bool:
         """Return whether the model has an embedding for a token; added tokens may have none."""
-        rows = self._files.num_rows
+        rows = self._num_rows
         return token_id is not None and token_id >= 0 and (rows is None or token_id < rows)
 
     def _checked(self, ids: Sequence[int | None] | np.ndarray) -> np.ndarray:
@@ -213,41 +306,63 @@ class Tokenizer:
     def _no_row(self, what: str, token_id: int | None) -> ValueError:
         token = None if token_id is None else self._library.id_to_token(token_id)
         return ValueError(
-            f"{what} {token!r} has id {token_id}, but config.json says that the model has "
-            f"vocab_size = {self._files.num_rows}. Use the tokenizer files that belong to it"
+            f"{self._folder}: {what} {token!r} has id {token_id}, but config.json says that the "
+            f"model has vocab_size = {self._num_rows}. Use the tokenizer files that belong to it"
         )
 
 
-class TokenTexts:
-    """Cache of the texts of single tokens.
+def _read_library(folder: Path, special: Iterable[str]) -> Any:
+    """Return the `tokenizers.Tokenizer` of a folder, without padding and truncation.
 
     Args:
-        tokenizer: tokenizer of the tokens.
+        special: special tokens, of which tokenizer.json may not mark all.
     """
+    from tokenizers import Tokenizer as Library
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
-        # Some tokenizers drop the space before the first token, so one token goes before.
-        self._before = tokenizer.encode("a", add_bos=False)[-1:].tolist()
-        self._before_text = tokenizer.decode(self._before, skip_special=False)
-        self._known: dict[int, str] = {}
+    path = folder / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError(
+            f"{folder}: no tokenizer.json there. Give a Hugging Face model folder with its "
+            "tokenizer; save_pretrained of its AutoTokenizer writes the file"
+        )
+    try:
+        library = Library.from_file(str(path))
+    except Exception as error:  # `tokenizers` raises plain Exception
+        raise _unreadable(path, error) from error
+    library.no_padding()
+    library.no_truncation()
+    marked = {x.content for x in library.get_added_tokens_decoder().values() if x.special}
+    known = [text for text in special if library.token_to_id(text) is not None]
+    library.add_special_tokens([text for text in known if text not in marked])
+    return library
 
-    def __call__(self, ids: list[int]) -> list[str]:
-        """Return a text for each token; a character of several tokens belongs to the first one."""
-        texts = [self._one(i) for i in ids]
-        for is_part, run in itertools.groupby(range(len(ids)), lambda i: "\ufffd" in texts[i]):
-            places = list(run)
-            if is_part:
-                whole = [ids[i] for i in places]
-                texts[places[0]] = self._decode(whole)
-                texts[places[0] + 1 : places[-1] + 1] = [""] * (len(places) - 1)
-        return texts
 
-    def _one(self, token: int) -> str:
-        if token not in self._known:
-            self._known[token] = self._decode([token])
-        return self._known[token]
+def _unreadable(path: Path, error: Exception) -> ValueError:
+    reason = (str(error).splitlines() or [type(error).__name__])[0]
+    return ValueError(
+        f"{path}: the tokenizer cannot be read ({reason}). Correct the tokenizer files, or "
+        "download them again"
+    )
 
-    def _decode(self, ids: list[int]) -> str:
-        text = self._tokenizer.decode([*self._before, *ids], skip_special=False)
-        return text.removeprefix(self._before_text)
+
+def _read_template(folder: Path, settings: Mapping[str, Any]) -> str:
+    """Return the chat template: of its own file, or of tokenizer_config.json; "" if none."""
+    path = folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text(encoding="utf-8")
+    declared = settings.get("chat_template") or ""
+    if isinstance(declared, str):
+        return declared
+    return {x["name"]: x["template"] for x in declared}.get("default", "")
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """Return the JSON object of a file; {} if there is no file."""
+    return folders.read_json(path) if path.is_file() else {}
+
+
+def _end_ids(content: Mapping[str, Any]) -> list[int]:
+    """Return the end-of-sequence IDs of a generation_config.json or config.json."""
+    declared = content.get("eos_token_id")
+    ids = declared if isinstance(declared, list) else [declared]
+    return [i for i in ids if i is not None and i >= 0]  # old Llama files: -1 is none

@@ -25,7 +25,7 @@ from tba_jax.config.resolved import cpu_devices, remat_of
 from tba_jax.config.schema import Config, flatten, replace
 from tba_jax.devices.platform import platform_of
 from tba_jax.devices.sharding import batch_axes
-from tba_jax.models.hf import config_json
+from tba_jax.models.hf import families
 from tba_jax.models.transformer import TransformerConfig, num_params
 from tba_jax.planning import chips, choices, layouts, sizes
 from tba_jax.planning.chips import Chip
@@ -139,7 +139,7 @@ def answer(request: Request) -> Facts | Program:
     else:
         divide_cpu(cpu_devices(config))
         devices = jax.local_devices()
-    model_config = config_json.transformer_config(request.model)
+    model_config = families.transformer_config(request.model)
     model_config = dataclasses.replace(model_config, attention=config.model.attention)
     config = choices.for_platform(config, platform_of(devices[0]))
     if request.program is None:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from tba_jax.config.schema import Config
 from tba_jax.models import encoder
-from tba_jax.models.hf import config_json, folders
+from tba_jax.models.hf import families, folders
 from tba_jax.models.transformer import abstract_params
 from tba_jax.planning.estimates import shard_bytes
 from tba_jax.rewards.kinds import reward_models
@@ -70,7 +70,7 @@ def judge_bytes(
         if model["model_type"] in ("bert", "roberta"):
             tree = encoder.abstract_params(encoder.encoder_config(model), dtype)
         else:
-            tree = abstract_params(config_json.transformer_config(model), dtype)
+            tree = abstract_params(families.transformer_config(model), dtype)
         parts = group_size if role.endswith("reward model") else 1
         group = "trainer" if role == _EMBEDDER else "searcher"
         held[group][role] = shard_bytes(tree) / parts

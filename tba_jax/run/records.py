@@ -11,7 +11,7 @@ import numpy as np
 
 from tba_jax.evaluation.evaluator import Evaluation
 from tba_jax.flow.trajectory import Prompt
-from tba_jax.models.tokenizer import Tokenizer, TokenTexts
+from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.report.jsonl import JsonlWriter
 from tba_jax.report.progress import ProgressDisplay
 from tba_jax.report.writers import MultiWriter
@@ -48,7 +48,7 @@ class Logs:
     ) -> None:
         names = ("metrics.jsonl", "samples.jsonl") if is_primary else ()
         self._files = [JsonlWriter(workdir / name) for name in names]
-        self.progress, self._texts = progress, TokenTexts(tokenizer)
+        self.progress, self._tokenizer = progress, tokenizer
         self.metrics = MultiWriter([*self._files[:1], progress, *writers])
         self._num_steps, self._period = num_steps, -(-num_steps // MOST_STEPS)
         self._newest_eval = -1
@@ -76,7 +76,7 @@ class Logs:
         for k, y in enumerate(shown.draw.trajectories[:MOST_RESPONSES]):
             n = len(y.response_tokens)
             kept = np.arange(n) if n <= _HEAD + _TAIL else np.r_[0:_HEAD, n - _TAIL : n]
-            tokens = self._texts(y.response_tokens[kept].tolist())
+            tokens = self._tokenizer.token_texts(y.response_tokens[kept].tolist())
             if len(kept) < n:
                 tokens[_HEAD] = f"\n[… {n - len(kept):,} tokens …]\n{tokens[_HEAD]}"
             policy, reference = shown.policy[k, :n], shown.reference[k, :n]

@@ -353,10 +353,11 @@ class Choice:
         if call.kind == "completions":
             found = {"tokens": texts, "token_logprobs": values}
             return {**found, "top_logprobs": None, "text_offset": None}
+        own_bytes = map(call.served.tokenizer.token_bytes, update.tokens[start:])
         return {
             "content": [
-                {"token": x, "logprob": value, "bytes": list(x.encode()), "top_logprobs": []}
-                for x, value in zip(texts, values, strict=True)
+                {"token": x, "logprob": value, "bytes": list(own), "top_logprobs": []}
+                for x, value, own in zip(texts, values, own_bytes, strict=True)
             ]
         }
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from huggingface_hub import ModelCard
 
-from tba_jax.commands.model_card import command, model_card
+from tba_jax.commands.model_card import command, hub_id, model_card
 from tba_jax.config.command_line import override
 from tba_jax.config.schema import flatten
 from tba_jax.report.files import Metrics, Run
@@ -16,6 +16,13 @@ from tba_jax.report.files import Metrics, Run
 def fields(*arguments):
     """Flat config, as config.json has it."""
     return json.loads(json.dumps(flatten(override(None, arguments))))
+
+
+def test_a_local_folder_has_no_link_to_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "me" / "model").mkdir(parents=True)
+    local = ("me/model", "./me/other", "/a/b", "embedded:start_model", "")
+    assert [hub_id(path) for path in ("me/other", *local)] == ["me/other"] + [""] * len(local)
 
 
 def test_a_card_of_a_model_of_the_hub():

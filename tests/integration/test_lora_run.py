@@ -11,6 +11,7 @@ from fake_models import load_folder
 
 from tba_jax.commands import evaluate, export
 from tba_jax.commands import saved as saved_run
+from tba_jax.models import model as models
 from tba_jax.run.model_parts import START_MODEL
 
 pytestmark = pytest.mark.slow
@@ -39,8 +40,10 @@ def test_the_policy_learns_and_only_adapters_are_written_and_read(cache, tmp_pat
     assert export.main([f"--workdir={reference}", f"--out={tmp_path / 'model'}"]) == 0
     config, params, _ = load_folder(str(tmp_path / "model"))
     start_config, base, _ = load_folder(str(START_MODEL))
-    _, _, trained, _, _ = saved_run.load_policy(str(reference))
+    trained = saved_run.load_policy(str(reference))[2]
     assert config == start_config
     jax.tree.map(np.testing.assert_array_equal, params, jax.device_get(trained))
     changed = {k for k, x in params["layers"].items() if not np.array_equal(x, base["layers"][k])}
     assert changed == {"q", "k", "v", "o"}
+    again = models.describe(str(tmp_path / "model" / "adapter")).load_params()
+    jax.tree.map(np.testing.assert_array_equal, again, params)

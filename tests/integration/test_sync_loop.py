@@ -83,7 +83,7 @@ def test_evaluate_and_export_agree_with_the_run(reference, tmp_path, capsys):
     assert export.main([f"--workdir={reference}", f"--out={tmp_path / 'model'}"]) == 0
     start, _, _ = load_folder(str(model_parts.START_MODEL))
     config, params, _ = load_folder(str(tmp_path / "model"))
-    _, _, trained, _, _ = saved_run.load_policy(str(reference))
+    trained = saved_run.load_policy(str(reference))[2]
     assert config == start
     jax.tree.map(np.testing.assert_array_equal, params, jax.device_get(trained))
     card = (tmp_path / "model" / "README.md").read_text()

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fake_adapters import read_adapters
 from safetensors.numpy import load_file
 
 from tba_jax.models import lora
@@ -33,7 +32,7 @@ def start():
 def test_adapters_are_the_same_bits_after_writing_and_reading(start, tmp_path):
     config, _, adapters = start
     adapter_files.write(tmp_path / "a", config, adapters, "base")
-    found, read = read_adapters(tmp_path / "a", dataclasses.replace(config, adapters=None))
+    found, read = adapter_files.read(tmp_path / "a", dataclasses.replace(config, adapters=None))
     assert set(found.adapters.modules) == set(MODULES) and found.adapters.scale == 2.0
     jax.tree.map(np.testing.assert_array_equal, read, adapters)
 
@@ -62,6 +61,24 @@ def test_a_file_adds_what_peft_adds_to_each_tensor_of_a_checkpoint(start, tmp_pa
             found = found + 2.0 * added[f"{start_of}B.weight"] @ added[f"{start_of}A.weight"]
         np.testing.assert_allclose(found, wanted, atol=1e-5)
     assert num_changed == len(MODULES) * config.num_layers and len(added) == 2 * num_changed
+
+
+def test_a_folder_of_adapters_is_a_model_with_merged_weights(start, tmp_path):
+    config, params, adapters = start
+    adapter_files.write(tmp_path / "a", config, adapters, str(START_MODEL))
+    merged = lora.merge(params, adapters, config=config)
+    found = models.load(tmp_path / "a")
+    jax.tree.map(np.testing.assert_array_equal, found.params, merged)
+    assert found.config == dataclasses.replace(config, adapters=None)
+    path = tmp_path / "a" / "adapter_config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps(settings | {"lora_alpha": 4.0, "use_rslora": True}))
+    again = models.load(tmp_path / "a").params  # 4 / sqrt(4) = 8 / 4
+    jax.tree.map(np.testing.assert_array_equal, again, merged)
+    for name, value in (("use_dora", True), ("peft_type", "IA3"), ("bias", "all")):
+        path.write_text(json.dumps(settings | {name: value}))
+        with pytest.raises(ValueError, match=f"adapter_config.json has {name} = {value!r}; wanted"):
+            models.load(tmp_path / "a")
 
 
 def test_matrices_that_share_a_tensor_are_refused(start):

@@ -6,9 +6,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fake_models import tiny_config
+from hf_settings import hf_config
 
 from tba_jax.models import attention, delta
-from tba_jax.models.hf import config_json
+from tba_jax.models.hf import families
 from tba_jax.models.kv_cache import State
 
 # Key heads, value heads of each, sizes of keys and values, tokens of the convolution.
@@ -125,9 +126,9 @@ def test_packed_sequences_do_not_see_one_another_and_share_their_prompt(is_share
 
 def test_the_interval_of_full_layers_and_a_multimodal_config_are_read():
     config = tiny_config(family="qwen3_5_text", num_layers=8, pattern=("delta",) * 3 + ("full",))
-    written = config_json.hf_config(config)
+    written = hf_config(config)
     del written["layer_types"]
     outer = {"model_type": "qwen3_5", "text_config": written}
-    assert config_json.transformer_config(config_json.language_model(outer)) == config
-    every_second = config_json.transformer_config(written | {"full_attention_interval": 2})
+    assert families.transformer_config(families.language_model(outer)) == config
+    every_second = families.transformer_config(written | {"full_attention_interval": 2})
     assert every_second.pattern == ("delta", "full")

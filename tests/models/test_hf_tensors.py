@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tensor names and layouts of Hugging Face checkpoints: what belongs where, and nothing twice."""
 
+import math
+
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
@@ -17,39 +20,28 @@ ALL = {name: {"family": name} for name in FAMILIES} | {
 }
 
 
-def leaf_of(params, tensor, name):
-    """A leaf of our tree, or the tensor's layer of it, as a view."""
-    return params["layers"][name][tensor.layer] if tensor.layer >= 0 else params[name]
-
-
 @pytest.mark.parametrize("name", ALL)
 def test_every_element_of_every_leaf_belongs_to_one_tensor(name):
     config = tiny_config(**ALL[name])
-    abstract = transformer.abstract_params(config)
-    counts = {k: np.zeros(x.shape, int) for k, x in abstract.items() if k != "layers"}
-    counts["layers"] = {k: np.zeros(x.shape, int) for k, x in abstract["layers"].items()}
+    counts = jax.tree.map(
+        lambda x: np.zeros(x.shape, int), dict(transformer.abstract_params(config))
+    )
     for tensor in families.tensors(config).values():
-        size = np.prod(tensor.shape) * max(1, tensor.num_experts)
-        assert sum(leaf_of(counts, tensor, p).size for p in tensor.leaves) == size
-        for leaf in tensor.leaves:
-            view = leaf_of(counts, tensor, leaf)
-            view += 1
-    for leaf in [*counts.pop("layers").values(), *counts.values()]:
-        np.testing.assert_array_equal(leaf, 1)
+        tree = counts["layers"] if tensor.at else counts
+        for leaf, shape in zip(tensor.leaves, tensor.shapes, strict=True):
+            assert tree[leaf][tensor.at].shape == shape
+            tree[leaf][tensor.at] += 1
+        assert sum(map(math.prod, tensor.shapes)) == math.prod(tensor.shape)
+    jax.tree.map(lambda x: np.testing.assert_array_equal(x, 1), counts)
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_join_undoes_split_without_copies_or_casts(name):
-    config = tiny_config(**ALL[name])
-    abstract = transformer.abstract_params(config)
     rng = np.random.default_rng(0)
-    for full_name, tensor in families.tensors(config).items():
+    for full_name, tensor in families.tensors(tiny_config(**ALL[name])).items():
         theirs = rng.normal(size=tensor.shape).astype(ml_dtypes.bfloat16)
         ours = tensor.split(theirs)
-        for leaf, array in zip(tensor.leaves, ours, strict=True):
-            spec = (abstract["layers"] if tensor.layer >= 0 else abstract)[leaf]
-            shape = spec.shape[1:] if tensor.layer >= 0 else spec.shape
-            shape = shape[1:] if tensor.num_experts else shape
+        for array, shape in zip(ours, tensor.shapes, strict=True):
             assert array.shape == shape, full_name
             assert np.shares_memory(array, theirs) and array.dtype == theirs.dtype
         back = tensor.join(ours)
@@ -57,41 +49,31 @@ def test_join_undoes_split_without_copies_or_casts(name):
         np.testing.assert_array_equal(back, theirs)
 
 
-def test_names_without_the_trunk_prefix_are_aliases():
-    """The files of GPT-2 itself say wte.weight; GPT-NeoX has had two names for its head."""
-    gpt2, neox = tiny_config(family="gpt2"), tiny_config(family="gpt_neox")
-    assert families.aliases("transformer.h.0.ln_1.bias", gpt2) == ("h.0.ln_1.bias",)
-    assert families.aliases("embed_out.weight", neox) == ("lm_head.weight",)
-    assert families.aliases("score.weight", tiny_config(num_labels=1)) == ()
-    for family in FAMILIES:
-        config = tiny_config(family=family, tie_embeddings=False)
-        names = list(families.tensors(config))
-        names += [other for name in names for other in families.aliases(name, config)]
-        assert len(names) == len(set(names))
-
-
 @pytest.mark.parametrize(
-    ("family", "name"),
+    ("family", "name", "written"),
     [
-        ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq"),
-        ("llama", "lm_head.weight"),
-        ("gpt_neox", "gpt_neox.layers.5.attention.bias"),
-        ("gpt_neox", "gpt_neox.layers.5.attention.masked_bias"),
-        ("gpt_neox", "gpt_neox.layers.5.attention.rotary_emb.inv_freq"),
-        ("gpt2", "h.0.attn.bias"),
-        ("gpt2", "transformer.h.0.attn.masked_bias"),
-        ("gpt2", "lm_head.weight"),
+        ("llama", "model.norm.weight", "model.norm.weight"),
+        ("llama", "score.weight", "score.weight"),
+        # Files of the trunk alone, of a head with two names, and of multimodal models.
+        ("gpt2", "h.0.ln_1.bias", "transformer.h.0.ln_1.bias"),
+        ("gpt_neox", "lm_head.weight", "embed_out.weight"),
+        ("gemma3_text", "language_model.model.norm.weight", "model.norm.weight"),
+        ("gemma3_text", "model.language_model.norm.weight", "model.norm.weight"),
+        # Tensors without use.
+        ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq", None),
+        ("gpt_neox", "gpt_neox.layers.5.attention.bias", None),
+        ("gpt_neox", "gpt_neox.layers.5.attention.masked_bias", None),
+        ("gpt2", "h.0.attn.bias", None),
+        ("gemma3_text", "model.vision_tower.x", None),
+        ("qwen3_5_text", "mtp.x", None),
+        ("llama", "model.layers.0.attention.dense.bias", "model.layers.0.attention.dense.bias"),
     ],
 )
-def test_buffers_and_copies_of_a_tied_head_are_spare(family, name):
-    assert families.is_spare(name, tiny_config(family=family))
+def test_names_in_files_become_those_that_are_written(family, name, written):
+    assert families.written_name(name, tiny_config(family=family)) == written
 
 
-def test_parameters_are_never_spare():
+def test_written_names_stay():
     for changes in ALL.values():
         config = tiny_config(**changes)
-        assert not any(families.is_spare(name, config) for name in families.tensors(config))
-    assert not families.is_spare("lm_head.weight", tiny_config(tie_embeddings=False))
-    assert not families.is_spare("lm_head.weight", tiny_config(num_labels=1))
-    assert not families.is_spare("score.weight", tiny_config())
-    assert not families.is_spare("model.layers.0.attention.dense.bias", tiny_config())
+        assert all(families.written_name(x, config) == x for x in families.tensors(config))

@@ -18,7 +18,7 @@ from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.devices.placement import MeshShape, trainer_mesh
 from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.models import activations, experts, quantized, transformer
-from tba_jax.models.hf import config_json
+from tba_jax.models.hf import families
 from tba_jax.models.logprobs import packed_token_logprobs
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import ComputeSharding, param_shardings
@@ -266,7 +266,7 @@ def test_the_language_model_of_a_multimodal_folder_is_read(tmp_path):
     }
     (tmp_path / "config.json").write_text(json.dumps(outer))
     config, found, hf_config = load_folder(tmp_path)
-    assert config == config_json.transformer_config(inner)
+    assert config == families.transformer_config(inner)
     assert hf_config["model_type"] == "gemma3_text"  # what an export is
     jax.tree.map(np.testing.assert_array_equal, found, params)
 

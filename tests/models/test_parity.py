@@ -9,7 +9,6 @@ import asyncio
 import copy
 
 import pytest
-from fake_adapters import read_adapters
 from fake_models import (
     adapted,
     assert_close,
@@ -29,11 +28,12 @@ import numpy as np
 import torch
 import transformers
 from golden import make_golden
+from hf_settings import hf_config
 from jax.sharding import Mesh
 
 from tba_jax.devices.site import Site
 from tba_jax.models import classifier, lora, rope
-from tba_jax.models.hf import adapter_files, config_json, hf_weights
+from tba_jax.models.hf import adapter_files, families, hf_weights
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards.reward_models import RewardModel
 from tba_jax.rewards.scores import Completions
@@ -75,7 +75,7 @@ def test_models_of_transformers_are_the_same_here_and_after_export(name, tmp_pat
         np.testing.assert_array_equal(greedy[:, tokens.shape[1] - 1 : -1], found["greedy"])
 
     # Our own config.json, not theirs: it must say the same architecture.
-    written = config_json.hf_config(config, eos_token_id=2, pad_token_id=make_golden.PAD)
+    written = hf_config(config, eos_token_id=2, pad_token_id=make_golden.PAD)
     hf_weights.save(tmp_path / "ours", config, params, written)
     again, report = make_golden.model_class(MODELS[name]).from_pretrained(
         tmp_path / "ours", output_loading_info=True, dtype=torch.float32
@@ -98,7 +98,7 @@ def test_transformers_computes_what_base_and_adapters_do_from_a_merged_export(fa
     for seed in range(20):
         base = random_params(config, seed)
         merged = lora.merge(base, adapters, config=policy)
-        hf_weights.save(tmp_path, config, merged, config_json.hf_config(config))
+        hf_weights.save(tmp_path, config, merged, hf_config(config))
         theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
         with torch.no_grad():
             want = theirs(torch.tensor(tokens)).logits.numpy()
@@ -125,7 +125,7 @@ def test_peft_reads_the_adapters_that_a_server_gets_and_writes_the_same(family, 
     of_mlp = () if config.num_experts else ("gate", "up", "down")
     policy = lora.with_adapters(config, 4, 16.0, ("q", "k", "v", "o", *of_mlp))
     base, adapters = random_params(config), trained_adapters(policy)
-    hf_weights.save(tmp_path / "base", config, base, config_json.hf_config(config))
+    hf_weights.save(tmp_path / "base", config, base, hf_config(config))
     adapter_files.write(tmp_path / "ours", policy, adapters, str(tmp_path / "base"))
     plain = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path / "base", dtype=torch.float32
@@ -139,7 +139,7 @@ def test_peft_reads_the_adapters_that_a_server_gets_and_writes_the_same(family, 
     # Float32 products summed in another order.
     np.testing.assert_allclose(adapted(base, adapters, policy), want, rtol=0, atol=1e-5)
     model.save_pretrained(tmp_path / "theirs")
-    found, read = read_adapters(tmp_path / "theirs", config)
+    found, read = adapter_files.read(tmp_path / "theirs", config)
     assert found.adapters.scale == policy.adapters.scale
     jax.tree.map(np.testing.assert_array_equal, read, adapters)
 
@@ -194,7 +194,7 @@ def test_rotary_frequencies_of_real_sizes_equal_those_of_transformers(name):
     """Short rows do not show them; at position 10^5 a relative error of 1e-6 is 0.1 radians."""
     theirs = transformers.LlamaConfig(**_LONG, rope_parameters=dict(REAL_SCALINGS[name]))
     embedding = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(theirs)
-    config = config_json.transformer_config(theirs.to_dict() | {"architectures": None})
+    config = families.transformer_config(theirs.to_dict() | {"architectures": None})
     found = rope.frequencies(config.rotary_dim, config.rope_theta, config.rope_scaling)
     # One unit in the last place of float32 (1.2e-7), or two after a scaling.
     np.testing.assert_allclose(found, embedding.inv_freq.numpy(), rtol=2.5e-7)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tokenizers
 
-from tba_jax.models.hf import folders, tokenizer_files
+from tba_jax.models.hf import folders
 from tba_jax.models.tokenizer import Tokenizer
 
 SHARED = Path(__file__).parents[2] / ".." / "shared"
@@ -120,7 +120,7 @@ def test_special_ids(tmp_path, special, declared, bos_id, eos_ids, pad_id):
     assert tokenizer.bos_id == bos_id
     assert tokenizer.eos_ids == eos_ids
     assert tokenizer.pad_id == pad_id
-    assert tokenizer.vocab_size == 6
+    assert tokenizer.end == 6
     first = tokenizer.encode("a", add_bos=True)
     np.testing.assert_array_equal(first, [3] if bos_id is None else [bos_id, 3])
 
@@ -150,8 +150,11 @@ def test_bos_goes_where_the_tokenizers_own_rule_puts_it(tmp_path, adds_bos):
     want = [BOS, *body] if adds_bos else body
     np.testing.assert_array_equal(tokenizer.encode("ab a", add_bos=True), want)
     # A text that begins with it gets no second one.
-    want = [BOS, *body]
-    np.testing.assert_array_equal(tokenizer.encode("<bos>ab a", add_bos=True), want)
+    begun = [BOS, *body]
+    np.testing.assert_array_equal(tokenizer.encode("<bos>ab a", add_bos=True), begun)
+    # A chat template does not change plain texts.
+    tokenizer = write_folder(tmp_path, library, special=("bos", "eos"), template=TEMPLATE)
+    np.testing.assert_array_equal(tokenizer.encode("ab a", add_bos=True), want)
 
 
 def test_chat_template_file_and_named_templates_are_read(tmp_path):
@@ -205,7 +208,7 @@ def test_special_tokens_that_the_model_lacks(tmp_path):
     tokenizer = write_folder(
         tmp_path, byte_level(), special=("eos", "pad"), model={"vocab_size": PAD}
     )
-    assert (tokenizer.eos_ids, tokenizer.pad_id, tokenizer.vocab_size) == ((EOS,), EOS, PAD + 1)
+    assert (tokenizer.eos_ids, tokenizer.pad_id, tokenizer.end) == ((EOS,), EOS, PAD + 1)
     for encode in (lambda text: tokenizer.encode(text, add_bos=False), tokenizer.encode_complete):
         with pytest.raises(ValueError, match=r"token '<pad>' has id 262, but.*vocab_size = 262"):
             encode("a<pad>b")
@@ -262,7 +265,7 @@ def test_stories_tokenizer_round_trips():
     assert tokenizer.decode(golden["greedy_ids"]) == golden["text"]
     assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.pad_id) == (1, (2,), 0)
     assert tokenizer.adds_bos
-    assert tokenizer.vocab_size == 512
+    assert tokenizer.end == 512
 
 
 EMBEDDED = ("start_model", "attacker_model", "tldr_toy_policy", "tldr_toy_reward")
@@ -273,8 +276,8 @@ def test_texts_are_split_as_transformers_splits_them(name):
     folder = folders.resolve(f"embedded:{name}")
     ours = Tokenizer.load(folder)
     theirs = ours.library
-    assert (ours.bos_id, len(theirs)) == (theirs.bos_token_id, ours.vocab_size)
-    assert tokenizer_files.difference(folder) == ""
+    assert (ours.bos_id, len(theirs)) == (theirs.bos_token_id, ours.end)
+    assert ours.difference() == ""
     rng = np.random.default_rng(0)
     letters = [*"0123456789+-=:,.ab \n\u00e9\u4e2d", "<bos>", "<eos>", "<pad>", "<unk>", "<none>"]
     assert {c for c in letters[:19] if ours.knows(c)} >= set("0123456789=")
@@ -285,7 +288,7 @@ def test_texts_are_split_as_transformers_splits_them(name):
         assert ids.tolist() == theirs.encode(text, add_special_tokens=False)
         assert ours.encode_complete(text).tolist() == theirs.encode(text)
         # IDs past the tokenizer's own, too.
-        drawn = rng.integers(0, ours.vocab_size + 9, 8)
+        drawn = rng.integers(0, ours.end + 9, 8)
         for skip_special in (False, True):
             for row in (ids, drawn):
                 want = theirs.decode(
@@ -352,8 +355,42 @@ def test_a_class_of_transformers_that_splits_otherwise_is_named(tmp_path):
     """GPT-2's class brings its own rule for spaces, whatever tokenizer.json says."""
     library = byte_level()
     library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
-    write_folder(tmp_path, library, special=("eos",), settings={"tokenizer_class": "GPT2Tokenizer"})
-    assert "transformers (GPT2Tokenizer) splits" in tokenizer_files.difference(tmp_path)
+    settings = {"tokenizer_class": "GPT2Tokenizer"}
+    tokenizer = write_folder(tmp_path, library, special=("eos",), settings=settings)
+    assert "transformers (GPT2Tokenizer) splits" in tokenizer.difference()
+
+
+def test_parts_of_a_character_have_their_own_bytes(bytes_tokenizer, tmp_path):
+    """Byte-level tokens, and tokens that stand for one byte, as of Llama 2."""
+    text = " \u00e9 a\u2192\U0001f600<eos>"
+    ids = bytes_tokenizer.encode(text, add_bos=False).tolist()
+    own = [bytes_tokenizer.token_bytes(i) for i in ids]
+    assert b"".join(own) == text.encode() and own[-2] == b"\x80"
+    texts = bytes_tokenizer.token_texts(ids)
+    assert texts == [" ", "\u00e9", " a", "\u2192", "", "", "\U0001f600", "", "", "", "<eos>"]
+    vocab = {f"<0x{i:02X}>": i for i in range(256)} | {"\u2581a": 256, "<unk>": 257}
+    library = tokenizers.Tokenizer(
+        tokenizers.models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True)
+    )
+    library.decoder = tokenizers.decoders.Sequence(
+        [
+            tokenizers.decoders.Replace("\u2581", " "),
+            tokenizers.decoders.ByteFallback(),
+            tokenizers.decoders.Fuse(),
+            tokenizers.decoders.Strip(" ", 1, 0),
+        ]
+    )
+    tokenizer = write_folder(tmp_path, library)
+    ids = [256, 0xF0, 0x9F, 0x98, 0x80, 0x61]
+    assert [tokenizer.token_bytes(i) for i in ids] == [
+        b" a",
+        b"\xf0",
+        b"\x9f",
+        b"\x98",
+        b"\x80",
+        b"a",
+    ]
+    assert tokenizer.token_texts(ids) == [" a", "\U0001f600", "", "", "", "a"]
 
 
 def test_an_embedded_tokenizer_is_loaded_without_transformers():

@@ -12,7 +12,7 @@ from tba_jax.config.presets import load as load_preset
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import flatten, make_config, replace
 from tba_jax.devices.placement import MeshShape
-from tba_jax.models.hf import config_json
+from tba_jax.models.hf import families
 from tba_jax.planning import choices, estimates
 from tba_jax.planning import sizes as planned
 from tba_jax.planning.shapes import config_of
@@ -46,7 +46,7 @@ def test_rows_of_a_micro_batch_fit_the_memory():
 def preset(name):
     """The config of a preset of configs/math.py, and the shape of its model."""
     config = load_preset(f"math:{name}")
-    return config, config_json.transformer_config(config_of(config.model.path))
+    return config, families.transformer_config(config_of(config.model.path))
 
 
 def sizes(config, shape, memory_bytes, mesh=ONE, devices=(GPU,)):

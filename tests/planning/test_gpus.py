@@ -12,7 +12,7 @@ from jax.sharding import SingleDeviceSharding
 from tba_jax.config.presets import load as load_preset
 from tba_jax.devices.site import any_device
 from tba_jax.models import attention, transformer
-from tba_jax.models.hf import config_json
+from tba_jax.models.hf import families
 from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.planning import chips, layouts
@@ -84,6 +84,6 @@ def test_packed_rows_have_flash_attention_with_its_gradient(shares):
 def test_hosts_of_gpus_are_split_freely(text, preset, model, layout, trainer):
     topology = chips.parse_topology(text)
     config = load_preset(f"math:{preset}")
-    shape = config_json.transformer_config(config_of(model))
+    shape = families.transformer_config(config_of(model))
     _, found = layouts.choose(config, shape, topology.devices(), topology.chip.usable_bytes)
     assert (found.placement, found.trainer_mesh.size) == (layout, trainer)

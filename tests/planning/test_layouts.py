@@ -7,7 +7,7 @@ from tba_jax.config.presets import load as load_preset
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import replace
 from tba_jax.devices.placement import MeshShape, PlacementError
-from tba_jax.models.hf import config_json
+from tba_jax.models.hf import families
 from tba_jax.planning import chips, layouts, sizes
 from tba_jax.planning.shapes import config_of
 
@@ -33,7 +33,7 @@ def test_a_slice_that_does_not_exist_is_refused_by_name(text, message):
 def choose(preset, model, text, **changes):
     topology = chips.parse_topology(text)
     config = replace(load_preset(f"math:{preset}"), changes)
-    shape = config_json.transformer_config(config_of(model))
+    shape = families.transformer_config(config_of(model))
     return layouts.choose(config, shape, topology.devices(), topology.chip.hbm_bytes)
 
 
@@ -72,7 +72,7 @@ def test_every_slice_gets_a_placement_that_it_accepts(
 def test_judges_that_one_chip_cannot_hold_make_groups_larger():
     pytest.importorskip("libtpu")
     topology = chips.parse_topology("v5e:2x4")
-    shape = config_json.transformer_config(config_of(RHO))
+    shape = families.transformer_config(config_of(RHO))
     for held, group in ((lambda n: 2e9, 1), (lambda n: 14e9 / n, 4)):
         config = load_preset("math:gsm8k")
         devices, hbm = topology.devices(), topology.chip.hbm_bytes
@@ -97,7 +97,7 @@ def test_the_configs_own_placement_is_kept_on_several_hosts():
 
 
 def test_a_mesh_divides_rows_of_which_at_most_a_fifth_are_empty():
-    shape = config_json.transformer_config(config_of(RHO))
+    shape = families.transformer_config(config_of(RHO))
 
     def mesh(size, hosts=1, **changes):
         given = {f"batch.{name}": value for name, value in changes.items()}
@@ -111,7 +111,7 @@ def test_a_mesh_divides_rows_of_which_at_most_a_fifth_are_empty():
     assert mesh(8, **shared) == (8, 1)  # one of eight
     assert mesh(8, **shared, num_prompts=5) == (2, 4)  # one of six, not three of eight
     # The axis of experts is the config's. It saves no memory: each device has the tokens of all.
-    moe = config_json.transformer_config(config_of("Qwen/Qwen3-30B-A3B"))
+    moe = families.transformer_config(config_of("Qwen/Qwen3-30B-A3B"))
     config = load_preset("math:qwen3_30b_a3b")
     assert sizes.mesh_shape(16, config, moe, 2) == MeshShape(fsdp=16)
     config = replace(config, {"mesh.expert": 4})

@@ -16,7 +16,7 @@ from tba_jax.config.command_line import override
 from tba_jax.config.presets import load as load_preset
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import replace
-from tba_jax.models.hf import config_json
+from tba_jax.models.hf import families
 from tba_jax.models.transformer import num_params
 from tba_jax.planning import child, command, shapes
 from tba_jax.planning.chips import Chip
@@ -96,7 +96,7 @@ def test_judges_count_with_their_parameters():
 def test_the_models_of_every_preset_have_shapes_without_network(preset, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     config = override(None, [f"--config={preset}"])
-    assert num_params(config_json.transformer_config(shapes.config_of(model_path(config)))) > 0
+    assert num_params(families.transformer_config(shapes.config_of(model_path(config)))) > 0
     if not preset.startswith("custom"):
         for path in shapes.judge_paths(config).values():
             assert shapes.config_of(path)["model_type"]

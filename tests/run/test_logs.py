@@ -7,20 +7,16 @@ from types import SimpleNamespace
 import numpy as np
 
 from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
-from tba_jax.models.tokenizer import TokenTexts
 from tba_jax.report.jsonl import read_jsonl
 from tba_jax.run.records import MOST_STEPS, Logs
 from tba_jax.train.trainer import Shown
 
 
 class Bytes:
-    """A tokenizer of UTF-8 bytes that drops the space before the first token."""
+    """A tokenizer of ASCII."""
 
-    def encode(self, text, add_bos):
-        return np.frombuffer(text.encode(), np.uint8)
-
-    def decode(self, ids, skip_special):
-        return bytes(ids).decode(errors="replace").removeprefix(" ")
+    def token_texts(self, ids):
+        return [chr(i) for i in ids]
 
 
 def opened(folder, num_steps=6):
@@ -57,12 +53,6 @@ def test_what_is_done_again_is_dropped(tmp_path):
         logs.metrics.write(4, {})
     assert [r["step"] for r in read_jsonl(tmp_path / "samples.jsonl")] == [1, 2, 3]
     assert [r["step"] for r in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
-
-
-def test_token_texts_keep_spaces_and_put_characters_together():
-    texts = TokenTexts(Bytes())
-    ids = list(" é a→".encode())
-    assert texts(ids) == [" ", "é", "", " ", "a", "→", "", ""]
 
 
 def test_responses_of_a_whole_run_are_written_with_their_ratios(tmp_path):

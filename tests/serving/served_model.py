@@ -10,13 +10,13 @@ import urllib.request
 from pathlib import Path
 
 import jax.numpy as jnp
-from fake_adapters import read_adapters
 
 from tba_jax.decoding.engine import Decoder
 from tba_jax.devices.worker import StopFlag, Worker
 from tba_jax.flow.padding import length_buckets
 from tba_jax.models import lora
 from tba_jax.models import model as models
+from tba_jax.models.hf import adapter_files
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.remote.http_server import HttpServer, bind
 from tba_jax.run.model_parts import START_MODEL
@@ -119,7 +119,7 @@ class ServedAdapters(ServedModel):
         return list(self.loaded)
 
     def load(self, name, path):
-        config, adapters = read_adapters(Path(path), self.config)
+        config, adapters = adapter_files.read(Path(path), self.config)
         session = self.open_session(lora.merge(self.params, adapters, config=config))
         served = self.served._replace(model=name)
         queue = RequestQueue(served)

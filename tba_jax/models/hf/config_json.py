@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversion between a Hugging Face `config.json` and TransformerConfig, for all `families`.
+"""Checked reading of the settings of a Hugging Face config.json.
 
-A setting that this model does not implement is refused by name; a setting that transformers does
-not use at inference (dropout, initialiser range) is ignored. Invariant:
-transformer_config(hf_config(config)) == config, or hf_config refuses.
+A setting that the models do not implement is refused by name; a setting that transformers does not
+use at inference (dropout, initialiser range) is ignored.
 """
 
-import dataclasses
 import json
 import math
 from collections.abc import Mapping
@@ -14,366 +12,207 @@ from typing import Any
 
 from tba_jax.models import rope
 from tba_jax.models.architecture import Activation, LayerKind
-from tba_jax.models.hf.families import FAMILIES, Family
-from tba_jax.models.transformer import TransformerConfig
 
-# Boolean fields, which are False if config.json lacks the setting.
-_FLAGS = {field.name for field in dataclasses.fields(TransformerConfig) if field.type is bool}
-_TYPES = {field.name: field.type for field in dataclasses.fields(TransformerConfig)}
-# Fields that may be absent. If they are null, the default of the family is not used.
-_NULLABLE = {"window", "score_divisor", "attention_cap", "logits_cap"}
+Values = Mapping[str, Any]
+Fields = dict[str, Any]
+"""Fields of TransformerConfig by name."""
+
 _LAYER_TYPES: Mapping[str, LayerKind] = {
     "full_attention": "full",
     "sliding_attention": "window",
     "linear_attention": "delta",
 }
-# Multimodal models: model_type -> model_type of the language model inside.
-_MULTIMODAL = {
-    "gemma3": "gemma3_text",
-    "qwen3_5": "qwen3_5_text",
-    "qwen3_5_moe": "qwen3_5_moe_text",
-}
-_ACTIVATIONS: Mapping[Any, Activation] = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_python": "gelu",
-    # Four names of one polynomial inside tanh.
-    "gelu_new": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_python_tanh": "gelu_tanh",
-}
-# Settings that transformers supports and this model does not, with the accepted values.
-_COVERED = {
-    "add_cross_attention": False,
-    "is_encoder_decoder": False,
-    "scale_attn_by_inverse_layer_idx": False,
-    "scale_attn_weights": True,
-    "use_sliding_window": False,
-}
-_SCALINGS = {
-    "linear": rope.LinearScaling,
-    "llama3": rope.Llama3Scaling,
-    "yarn": rope.YarnScaling,
+# Four names of GELU mean one polynomial inside tanh.
+_TANH = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh", "gelu_python_tanh")
+ACTIVATIONS: Mapping[str, Activation] = {
+    **{"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_python": "gelu"},
+    **dict.fromkeys(_TANH, "gelu_tanh"),
 }
 _ORIGINAL = "original_max_position_embeddings"
 
 
-def check(name: str, value: Any, kind: Any) -> Any:
-    """Return the value of a setting of config.json.
+def unsupported(setting: str, got: Any, wanted: str) -> ValueError:
+    """Return the error of a setting whose value the models do not implement."""
+    return ValueError(
+        f"config.json has {setting} = {got!r}, which this model does not implement (it covers: "
+        f"{wanted}). Choose a checkpoint whose setting is covered"
+    )
+
+
+class Settings:
+    """Settings of one config.json, read with checks.
 
     Args:
-        kind: bool; int: at least 1; float: above 0; anything else is not checked.
-
-    Raises:
-        ValueError: the value is not of this kind; names setting and value.
+        values: contents of the file, or of an object in it.
+        defaults: values of transformers for missing settings.
+        inside: name of the object with a dot behind it; "": the file itself.
+        family: model_type.
     """
-    is_number = isinstance(value, int if kind is int else int | float) and value is not True
-    is_fine, words = {
-        bool: (isinstance(value, bool), "true or false"),
-        int: (is_number and value >= 1, "a whole number above 0"),
-        float: (is_number and 0 < value < math.inf, "a number above 0"),
-    }.get(kind, (True, ""))
-    if is_fine:
-        return value
-    raise ValueError(
-        f"config.json has {name} = {value!r:.60}; wanted {words}. Correct it, or download the file "
-        "again"
-    )
+
+    def __init__(
+        self, values: Values, defaults: Values | None = None, inside: str = "", family: str = ""
+    ) -> None:
+        self.family, self._inside = family or str(values.get("model_type")), inside
+        self._nulls = {name for name, value in values.items() if value is None}
+        self._values = {**(defaults or {}), **{x: y for x, y in values.items() if y is not None}}
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return the value of a setting, not checked; null and missing are equal."""
+        return self._values.get(name, default)
+
+    def __call__(self, name: str, kind: type, default: Any = None) -> Any:
+        """Return a setting, which is required unless there is a default.
+
+        Args:
+            kind: bool; int: at least 1; float: above 0.
+
+        Raises:
+            ValueError: the setting is missing or not of this kind.
+        """
+        value, shown = self.get(name, default), self._inside + name
+        if value is None:
+            raise ValueError(
+                f"config.json of a {self.family} model lacks {shown}. Add it, as in the published "
+                "config.json of the model"
+            )
+        is_number = isinstance(value, int if kind is int else int | float) and value is not True
+        if isinstance(value, bool) if kind is bool else is_number and 0 < value < math.inf:
+            return value
+        words = {bool: "true or false", int: "a whole number above 0", float: "a number above 0"}
+        raise ValueError(
+            f"config.json has {shown} = {value!r:.60}; wanted {words[kind]}. Correct it, or "
+            "download the file again"
+        )
+
+    def optional(self, name: str, kind: type = float) -> Any:
+        """Return a setting; None if it is null, or missing and without default."""
+        is_absent = name in self._nulls or name not in self._values
+        return None if is_absent else self(name, kind)
+
+    def choice(self, name: str, choices: Mapping[str, Any], default: Any = None) -> Any:
+        """Return the value of a choice; raise ValueError for anything else."""
+        if (value := self.get(name, default)) not in choices:
+            raise unsupported(self._inside + name, value, ", ".join(choices))
+        return choices[value]
+
+    def only(self, **covered: Any) -> None:
+        """Refuse a setting that has another value than the only supported one."""
+        for name, value in covered.items():
+            if self.get(name, value) != value:
+                wanted = f"{json.dumps(value)} for {self.family}"
+                raise unsupported(name, self.get(name), wanted)
 
 
-def language_model(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the config.json of the language model in a multimodal model; else the argument."""
-    inner = hf_config.get("text_config")
-    name = _MULTIMODAL.get(str(hf_config.get("model_type")))
-    if name is None or not isinstance(inner, Mapping):
-        return dict(hf_config)
-    outer = ("bos_token_id", "eos_token_id", "pad_token_id", "dtype", "torch_dtype")
-    shared = {key: hf_config[key] for key in outer if key in hf_config}
-    return {**shared, **inner, "model_type": name, "architectures": [FAMILIES[name].classes[0]]}
+def layers(s: Settings, pattern: tuple[LayerKind, ...]) -> Fields:
+    """Return the fields of the kinds of layers.
 
-
-def transformer_config(hf_config: Mapping[str, Any]) -> TransformerConfig:
-    """Return the architecture for the contents of a Hugging Face config.json.
-
-    Raises:
-        ValueError: an unsupported setting; names its value and the supported values.
+    Args:
+        pattern: kinds of layers of the family, repeated, if config.json does not list them.
     """
-    name = hf_config.get("model_type")
-    if name not in FAMILIES:
-        raise ValueError(
-            f"config.json has model_type = {name!r}, which this model does not implement (it "
-            f"covers: {', '.join(FAMILIES)}). Choose a checkpoint of one of these families, or "
-            "add a record to tba_jax/models/hf/families.py as docs/extend.md shows"
-        )
-    family = FAMILIES[name]
-    keys = family.keys
-    renamed = {new: hf_config[x] for x, new in family.other_settings.items() if x in hf_config}
-    hf_config = {**renamed, **hf_config}
-    nulls = {x for x, value in hf_config.items() if value is None}
-    unset = nulls & {keys[x] for x in _NULLABLE & keys.keys()}
-    values = {
-        **{x: y for x, y in family.defaults.items() if x not in unset and y is not None},
-        **{x: value for x, value in hf_config.items() if x not in nulls},
-    }
-    for our, their in keys.items():
-        if their in values:
-            # Fields with another type may be null, and are positive numbers otherwise.
-            check(their, values[their], float if our in _NULLABLE - {"window"} else _TYPES[our])
-    is_classifier = _is_classifier(values, family)
-    _refuse(values, family)
-    ours: dict[str, Any] = dict.fromkeys(_FLAGS & keys.keys(), False)
-    ours |= {our: values[their] for our, their in keys.items() if their in values}
-    if "num_heads" in ours:
-        ours.setdefault("num_kv_heads", ours["num_heads"])
-    if family.mlp_ratio and "hidden_size" in ours:
-        ours.setdefault("mlp_size", family.mlp_ratio * ours["hidden_size"])
-    missing = [keys[x] for x in keys if x not in {*ours, *_NULLABLE, "head_dim"}]
-    if missing:
-        raise ValueError(
-            f"config.json of a {name} model lacks {', '.join(missing)}. Add them, as in the "
-            "published config.json of the model"
-        )
-    activation = ours.pop("activation")
-    if activation not in _ACTIVATIONS:
-        raise _unsupported(keys["activation"], activation, ", ".join(_ACTIVATIONS))
-    ours.setdefault("head_dim", ours["hidden_size"] // ours["num_heads"])
-    ours |= _pattern(values, family, ours)
-    # transformers omits id2label if there are two labels.
-    num_labels = len(values.get("id2label") or range(int(values.get("num_labels", 2))))
-    fields = {"activation": _ACTIVATIONS[activation], **family.traits}
-    return TransformerConfig(
-        **{**ours, **fields, **_positions(values, family, ours["pattern"])},
-        family=name,
-        num_labels=num_labels if is_classifier else 0,
-    )
-
-
-def hf_config(
-    config: TransformerConfig,
-    *,
-    bos_token_id: int | None = None,
-    eos_token_id: int | list[int] | None = None,
-    pad_token_id: int | None = None,
-    dtype: str = "float32",
-) -> dict[str, Any]:
-    """Return a config.json that transformers loads as the same architecture.
-
-    Raises:
-        ValueError: the family of `config` cannot express it; names the fields.
-    """
-    family = FAMILIES[config.family]
-    values = {
-        "architectures": [family.classes[-1 if config.num_labels else 0]],
-        "model_type": family.name,
-        "bos_token_id": bos_token_id,
-        "eos_token_id": eos_token_id,
-        "pad_token_id": pad_token_id,
-        "dtype": dtype,
-    }
-    values |= {their: getattr(config, our) for our, their in family.keys.items()}
-    setting = family.keys["activation"]
-    usual = family.defaults.get(setting)
-    if "activation" in family.traits or _ACTIVATIONS.get(usual) == config.activation:
-        values[setting] = usual
-    elif config.activation == "gelu_tanh":
-        values[setting] = "gelu_pytorch_tanh"
-    if "window" in family.keys:
-        default = family.defaults["sliding_window"] if len(family.pattern) > 1 else None
-        values["sliding_window"] = config.window or default
-    if len(family.pattern) > 1:
-        names = {kind: name for name, kind in _LAYER_TYPES.items()}
-        values["layer_types"] = [names[kind] for kind in config.layer_kinds]
-    if config.score_divisor is None and "score_divisor" in family.keys:
-        values[family.keys["score_divisor"]] = config.head_dim
-    values |= _rope_values(config, family)
-    if config.num_labels:
-        names = [f"LABEL_{i}" for i in range(config.num_labels)]
-        values["id2label"] = {str(i): name for i, name in enumerate(names)}
-        values["label2id"] = {name: i for i, name in enumerate(names)}
-    read = transformer_config(values)
-    lost = [
-        f"{field.name} = {getattr(config, field.name)!r}"
-        for field in dataclasses.fields(config)
-        if getattr(read, field.name) != getattr(config, field.name) and field.name != "num_tokens"
-    ]
-    if lost:
-        raise ValueError(
-            f"no Hugging Face family {family.name!r} with {', '.join(lost)}. Export needs an "
-            "architecture that the family has; choose another `family` or change these"
-        )
-    return values
-
-
-def _is_classifier(values: Mapping[str, Any], family: Family) -> bool:
-    architectures = values.get("architectures") or family.classes[:1]
-    for name in architectures:
-        if name not in family.classes:
-            raise _unsupported("architectures", name, " or ".join(family.classes))
-    return architectures[0] in family.classes[1:]
-
-
-def _refuse(values: Mapping[str, Any], family: Family) -> None:
-    """Refuse the first setting that would change the results and is not implemented."""
-    for table, whose in ((_COVERED, ""), (family.covered, f" for {family.name}")):
-        for setting, covered in table.items():
-            if values.get(setting, covered) != covered:
-                raise _unsupported(setting, values[setting], f"{json.dumps(covered)}{whose}")
-    if values.get("pruned_heads"):
-        raise _unsupported("pruned_heads", values["pruned_heads"], "{}")
-    if values.get("quantization_config"):
-        method = values["quantization_config"].get("quant_method")
-        if family.quantization is None or method != family.quantization:
-            wanted = ", ".join(filter(None, ("unquantised weights", family.quantization)))
-            raise _unsupported("quantization_config.quant_method", method, wanted)
-
-
-def _pattern(values: Mapping[str, Any], family: Family, ours: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of TransformerConfig for the pattern of layers."""
-    num, window = ours["num_layers"], ours.get("window", 0)
-    types = values.get("layer_types")
-    others = {*family.pattern, *(("window",) if "window" in family.keys else ())} - {"full"}
-    if types is None and (window or "delta" in others):
-        pattern = family.pattern
+    num, types = s("num_hidden_layers", int), s.get("layer_types")
+    window = s.optional("sliding_window", int) if "window" in pattern else None
+    if types is None:
+        if "window" in pattern and window is None:
+            pattern = ("full",)
         # Older files of Gemma 3, and files of Qwen3.5.
         for setting in ("sliding_window_pattern", "full_attention_interval"):
-            if period := values.get(setting):
-                pattern = (*family.pattern[:1] * (int(period) - 1), "full")
+            if len(pattern) > 1 and (period := s.get(setting)):
+                pattern = (*pattern[:1] * (int(period) - 1), "full")
         kinds = [pattern[i % len(pattern)] for i in range(num)]
     else:
-        known = [x for x, kind in _LAYER_TYPES.items() if kind == "full" or kind in others]
-        for name in types or ():
-            if name not in known:
-                raise _unsupported("layer_types", name, f"{', '.join(known)} for {family.name}")
-        kinds = [_LAYER_TYPES[name] for name in types or ["full_attention"] * num]
-    if len(kinds) != num:
+        known = [x for x, kind in _LAYER_TYPES.items() if kind in ("full", *pattern)]
+        if unknown := [name for name in types if name not in known]:
+            raise unsupported("layer_types", unknown[0], f"{', '.join(known)} for {s.family}")
+        kinds = [_LAYER_TYPES[name] for name in types]
+    if len(kinds) != num or ("window" in kinds and window is None):
         raise ValueError(
-            f"config.json has layer_types of {len(kinds)} layers and {family.keys['num_layers']} = "
-            f"{num}; correct one of them"
+            f"config.json has layer_types of {len(kinds)} layers, num_hidden_layers = {num} and "
+            f"sliding_window = {window}, which do not fit each other. Correct one of them"
         )
     # The shortest pattern that repeats.
     period = next(p for p in range(1, num + 1) if all(kinds[i] == kinds[i % p] for i in range(num)))
-    if "window" in kinds and not window:
-        raise ValueError(
-            "config.json has layer_types with sliding_attention but no sliding_window; add it"
-        )
-    return {"pattern": tuple(kinds[:period]), "window": window if "window" in kinds else 0}
+    window = window if "window" in kinds else 0
+    return {"num_layers": num, "pattern": tuple(kinds[:period]), "window": window}
 
 
-def _positions(
-    values: Mapping[str, Any], family: Family, pattern: tuple[LayerKind, ...]
-) -> dict[str, Any]:
-    """Return the fields of TransformerConfig for positions; rotary settings in either format.
+def rotary(
+    s: Settings, *, default_fraction: float | None = None, window_theta: str | None = None
+) -> Fields:
+    """Return the fields of rotary positions; the settings may have either of two formats.
 
     `rope_parameters` is the format of transformers 5. Earlier versions have separate settings for
-    base, scaling and rotated share, with names that depend on the family. If a file has both
-    scalings, transformers uses the earlier format.
+    base, scaling and rotated share. If a file has both scalings, transformers uses the earlier
+    format.
+
+    Args:
+        default_fraction: share of a head that is rotated, without a setting; None: heads of the
+            family are rotated whole.
+        window_theta: earlier setting of the base in window layers. Such families have an entry per
+            kind of layer in `rope_parameters`. None: window layers rotate as full layers do.
     """
-    rotary = family.rotary
-    if rotary is None:
-        return {"positions": "learned"}
-    name = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
-    given = {k: v for k, v in (values.get(name) or {}).items() if v is not None}
-    nested = {k: v for k, v in given.items() if isinstance(v, Mapping)}
-    of_windows: Mapping[str, Any] = {}
-    if nested and rotary.window_theta is None:
-        raise _unsupported(name, f"one entry per {', '.join(nested)}", "one for all layers")
-    if nested:
-        given = nested.get("full_attention", {})
-        of_windows = nested.get("sliding_attention", {})
-    if (kind := of_windows.get("rope_type", "default")) != "default":
-        raise _unsupported(f"{name}.sliding_attention.rope_type", kind, "default")
-    theta = values.get(rotary.theta, values.get("rope_theta", 10000.0))
-    theta = check(f"{rotary.theta} (or rope_theta)", given.get("rope_theta", theta), float)
-    fraction = values.get("partial_rotary_factor", rotary.default_fraction)
-    fraction = given.get("partial_rotary_factor", values.get(rotary.fraction, fraction))
-    if not rotary.may_be_partial and not math.isclose(fraction, 1.0):
-        raise _unsupported("partial_rotary_factor", fraction, f"1.0 for {family.name}")
-    scaling = _scaling(given, name, values)
-    found = {
-        "rope_theta": float(theta),
-        "rotary_fraction": float(fraction),
-        "rope_scaling": scaling,
-    }
+    name = "rope_scaling" if s.get("rope_scaling") else "rope_parameters"
+    of_full, of_windows = s.get(name, {}), {}
+    if nested := [key for key, value in of_full.items() if isinstance(value, Mapping)]:
+        if window_theta is None:
+            raise unsupported(name, f"one entry per {', '.join(nested)}", "one for all layers")
+        of_windows = of_full.get("sliding_attention") or {}
+        of_full = of_full.get("full_attention") or {}
+    share = s.get("partial_rotary_factor", default_fraction or 1.0)
+    base = {"rope_theta": s.get("rope_theta", 10000.0), "partial_rotary_factor": share}
+    full = Settings(of_full, base, f"{name}.", s.family)
+    theta, share = full("rope_theta", float), full("partial_rotary_factor", float)
+    if default_fraction is None and not math.isclose(share, 1.0):
+        raise unsupported("partial_rotary_factor", share, f"1.0 for {s.family}")
+    longest = s("max_position_embeddings", int)
+    scaling = _scaling(full, int(s(_ORIGINAL, float, full.get(_ORIGINAL, longest))), longest)
     if isinstance(scaling, rope.YarnScaling):
         # Files of Qwen2.5 keep the context before the extension as max_position_embeddings.
-        longest = int(scaling.factor * scaling.original_max_positions)
-        found["max_positions"] = max(values["max_position_embeddings"], longest)
-    if rotary.window_theta is not None and "window" in pattern:
-        base = of_windows.get("rope_theta", values.get(rotary.window_theta, theta))
-        check(rotary.window_theta, base, float)
-        if scaling is not None or base != theta:
-            found["window_rope_theta"] = float(base)
+        longest = max(longest, int(scaling.factor * scaling.original_max_positions))
+    found = {
+        "max_positions": longest,
+        "rope_theta": float(theta),
+        "rotary_fraction": float(share),
+        "rope_scaling": scaling,
+    }
+    if window_theta is not None:
+        base = {"rope_theta": s.get(window_theta, theta)}
+        windows = Settings(of_windows, base, f"{name}.sliding_attention.", s.family)
+        windows.choice("rope_type", {"default": None}, "default")
+        of_window = float(windows("rope_theta", float))
+        if scaling is not None or of_window != theta:
+            found["window_rope_theta"] = of_window
     return found
 
 
-def _scaling(given: Mapping[str, Any], name: str, values: Mapping[str, Any]) -> rope.Scaling | None:
-    kind = given.get("rope_type", given.get("type", "default"))
-    if kind == "default":
-        return None
-    if kind not in _SCALINGS:
-        raise _unsupported(f"{name}.rope_type", kind, ", ".join(("default", *_SCALINGS)))
-    longest = values["max_position_embeddings"]
-    original = int(check(_ORIGINAL, values.get(_ORIGINAL, given.get(_ORIGINAL, longest)), float))
-    found: dict[str, Any] = {"original_max_positions": original}
+def _scaling(s: Settings, original: int, longest: int) -> rope.Scaling | None:
+    """Return the context extension.
+
+    Args:
+        s: rotary settings of full layers.
+        original: context before the extension, in tokens.
+        longest: max_position_embeddings.
+    """
+    kinds = {kind: kind for kind in ("default", "linear", "llama3", "yarn")}
+    kind = s.choice("rope_type", kinds, s.get("type", "default"))
+    if kind == "linear":
+        return rope.LinearScaling(float(s("factor", float)))
+    if kind == "llama3":
+        names = ("factor", "low_freq_factor", "high_freq_factor")
+        factor, low, high = (float(s(name, float)) for name in names)
+        return rope.Llama3Scaling(factor, low, high, original)
     if kind == "yarn":
-        found |= {
-            "factor": longest / original,
-            "beta_fast": 32.0,
-            "beta_slow": 1.0,
-            "truncate": bool(given.get("truncate", True)),
-        }
-    wanted = [field.name for field in dataclasses.fields(_SCALINGS[kind])]
-    for key in wanted:
-        # Some files of YaRN have 0 in place of a default.
-        if key in given and key != "truncate" and (given[key] or key not in found):
-            found[key] = float(check(f"{name}.{key}", given[key], float))
-    if kind == "yarn" and "attention_factor" not in found:
-        found["attention_factor"] = _yarn_attention_factor(given, found["factor"], name)
-    for key in wanted:
-        if key not in found:
-            raise ValueError(
-                f"config.json has {name}.rope_type = {kind!r} but no {name}.{key}. Add "
-                f"{name}.{key}, as in the published config.json of the model"
-            )
-    return _SCALINGS[kind](**{key: found[key] for key in wanted})
-
-
-def _yarn_attention_factor(given: Mapping[str, Any], factor: float, name: str) -> float:
-    """Return 1 + 0.1 ln(factor), as in the paper, unless the file has both of its two weights."""
-    stretch = 0.1 * math.log(max(factor, 1.0))
-    if not (given.get("mscale") and given.get("mscale_all_dim")):
-        return 1.0 + stretch
-    above, below = (
-        check(f"{name}.{key}", given[key], float) for key in ("mscale", "mscale_all_dim")
-    )
-    return (1.0 + above * stretch) / (1.0 + below * stretch)
-
-
-def _rope_values(config: TransformerConfig, family: Family) -> dict[str, Any]:
-    """Return the rotary settings in the format of transformers 5."""
-    if family.rotary is None:
-        return {}
-    of_full: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
-    if config.rope_scaling is not None:
-        fields = dataclasses.asdict(config.rope_scaling)
-        if "original_max_positions" in fields:
-            fields[_ORIGINAL] = fields.pop("original_max_positions")
-        (kind,) = (x for x, made in _SCALINGS.items() if isinstance(config.rope_scaling, made))
-        of_full |= {"rope_type": kind, **fields}
-    if family.rotary.may_be_partial:
-        of_full["partial_rotary_factor"] = config.rotary_fraction
-    if family.rotary.window_theta is None:
-        return {"rope_parameters": of_full}
-    theta = config.window_rope_theta or config.rope_theta
-    of_windows = {"rope_type": "default", "rope_theta": theta}
-    return {"rope_parameters": {"full_attention": of_full, "sliding_attention": of_windows}}
-
-
-def _unsupported(setting: str, got: Any, wanted: str) -> ValueError:
-    return ValueError(
-        f"config.json has {setting} = {got!r}, which this model does not implement (it covers: "
-        f"{wanted}). Choose a checkpoint of the {', '.join(FAMILIES)} family whose setting is "
-        "covered"
-    )
+        factor = float(s("factor", float, longest / original))
+        # As in the paper, unless the file has both of the two weights, or the factor itself.
+        stretch, attention = 0.1 * math.log(max(factor, 1.0)), s.get("attention_factor")
+        above, below = s.get("mscale"), s.get("mscale_all_dim")
+        if not (above and below):
+            above, below = 1.0, 0.0
+        return rope.YarnScaling(
+            factor,
+            original,
+            attention_factor=attention or (1.0 + above * stretch) / (1.0 + below * stretch),
+            beta_fast=float(s.get("beta_fast") or 32.0),  # some files have 0 in place of a default
+            beta_slow=float(s.get("beta_slow") or 1.0),
+            truncate=bool(s.get("truncate", True)),
+        )
+    return None

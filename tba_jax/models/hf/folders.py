@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 EMBEDDED = "embedded:"  # prefix of the name of a model that comes with the package
+ADAPTER_SETTINGS = "adapter_config.json"
 _ASSETS = Path(__file__).parents[2] / "assets"
 
 
@@ -41,27 +42,14 @@ def resolve(path_or_hub_id: str | os.PathLike[str], *, with_weights: bool = True
     path = Path(path_or_hub_id).expanduser()
     if path.is_dir():
         return path
-    name = str(path_or_hub_id)
-    is_hub_id = name.count("/") <= 1 and not name.startswith((".", "/", "~")) and not path.exists()
-    if not is_hub_id:
-        raise ValueError(
-            f"model path {name!r} is not a folder. Give a folder with config.json and "
-            "*.safetensors, or a Hugging Face hub id such as Qwen/Qwen2.5-0.5B"
-        )
     # Imported here, because a run on a local folder does not need the package.
     import huggingface_hub
     from huggingface_hub.errors import HFValidationError
 
+    patterns = ["*.json", "*.txt", "*.model", "*.jinja", *["*.safetensors"] * with_weights]
+    name = str(path_or_hub_id)
     try:
-        return Path(
-            huggingface_hub.snapshot_download(
-                name,
-                allow_patterns=[
-                    *("*.json", "*.txt", "*.model", "*.jinja"),
-                    *(["*.safetensors"] if with_weights else []),
-                ],
-            )
-        )
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
     except (OSError, HFValidationError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(

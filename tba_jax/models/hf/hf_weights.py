@@ -6,10 +6,12 @@ no code of a checkpoint runs. Invariant: weights that are read and saved again a
 for bit.
 """
 
+import functools
 import json
+import math
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,20 +24,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from tba_jax.models.hf import families, folders
-from tba_jax.models.hf.folders import read_json
 from tba_jax.models.hf.tensors import HFTensor
-from tba_jax.models.transformer import Params, TransformerConfig
+from tba_jax.models.transformer import Params, TransformerConfig, abstract_params
 
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "generation_config.json",
+_TOKENIZER_FILES = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.json", "merges.txt"),
+    *("chat_template.jinja", "generation_config.json"),
 )
 # Storage dtypes of parameters. Integers and 8-bit floats have scales in other tensors, so their
 # values alone would be wrong.
@@ -47,59 +41,71 @@ DTYPES: Mapping[str, np.dtype] = {
 }
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
-_UNFINISHED = ".unfinished"
 _SHOWN_NAMES = 20  # maximum number of listed tensors per kind of problem
 _MAX_FILE_BYTES = 5 * 10**9  # larger weights are split into several files, as the hub requires
 # Blocks of this size stay in the caches of a CPU while they are transposed, which takes 2.4 times
 # as long with blocks of 32 MiB.
 _BLOCK_BYTES = 2 * 2**20
+# Values of a four-bit float of MXFP4: sign, two bits of exponent, one of mantissa.
+_FP4 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
+_FP4 = np.concatenate([_FP4, -_FP4])
 
 
 class Stored(NamedTuple):
     """A tensor in a file.
 
     Attributes:
-        path: the file.
         code: dtype code in the file; `DTYPES` has the codes of floating point.
         array: view of the mapped file; the bytes of a dtype that cannot be read.
+        scales: exponents of four-bit values, of which `array` has two in a byte: MXFP4.
     """
 
-    path: Path
     code: str
     array: np.ndarray
+    scales: np.ndarray | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the values."""
+        shape = self.array.shape
+        return shape if self.scales is None else (*shape[:-2], 2 * shape[-2] * shape[-1])
+
+    def values(self) -> np.ndarray:
+        """Return the values; of MXFP4 [e out in/32 16] as bfloat16 [e out in], which is exact."""
+        if self.scales is None:
+            return self.array
+        out = np.empty(self.shape, jnp.bfloat16)
+        pairs = np.stack([_FP4[np.arange(256) % 16], _FP4[np.arange(256) // 16]], axis=-1)
+        for i, blocks in enumerate(self.array):  # one expert at a time, to bound memory
+            exponents = self.scales[i].astype(np.int32)[..., None] - 127
+            values = pairs[blocks].reshape(*blocks.shape[:-1], -1)
+            out[i] = np.ldexp(values, exponents).reshape(out.shape[1:])
+        return out
 
 
 def open_folder(folder: Path) -> dict[str, Stored]:
     """Return the tensors in a folder by name, without reading them.
 
     Raises:
-        ValueError: no weights, pickled weights, or a damaged index or file.
+        ValueError: no safetensors, or a damaged index or file.
     """
-    if not (folder / _INDEX).is_file():
-        if (folder / _SINGLE).is_file():
-            return open_file(folder / _SINGLE)
-        pickled = sorted(p.name for kind in ("*.bin", "*.pt*") for p in folder.glob(kind))
-        if pickled:
-            raise ValueError(
-                f"{folder}: only pickled weights ({', '.join(pickled)}), which can run code when "
-                "opened and are refused. Convert them to safetensors"
-            )
-        raise ValueError(f"{folder}: no {_SINGLE} and no {_INDEX} there. Download the weights")
-    files = _read_index(folder / _INDEX)
-    absent = sorted({f for f in files.values() if not (folder / f).is_file()})
-    if absent:
+    index, files = folder / _INDEX, [_SINGLE]
+    if index.is_file():
+        weight_map = folders.read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise ValueError(f"{index}: wanted a weight_map of tensors to files. Download it again")
+        files = sorted({Path(str(x)).name for x in weight_map.values()})
+    if absent := [name for name in files if not (folder / name).is_file()]:
         raise ValueError(
-            f"{folder}: {_INDEX} lists missing files: {', '.join(absent)}. Download them"
+            f"{folder}: no {', '.join(absent)} there. Download the weights as safetensors; "
+            "pickled weights are not read, because they can run code when opened"
         )
-    in_file = {f: open_file(folder / f) for f in sorted(set(files.values()))}
-    if lost := [f"{name} ({f})" for name, f in files.items() if name not in in_file[f]]:
-        raise ValueError(
-            f"{folder}: {_INDEX} lists tensors that are absent from their file: {_listed(lost)}. "
-            "Download index and files again"
-        )
-    # Tensors that the index omits are also found, and so reported or used.
-    found = {name: x for tensors in in_file.values() for name, x in tensors.items()}
-    return found | {name: in_file[f][name] for name, f in files.items()}
+    found = {name: x for file in files for name, x in open_file(folder / file).items()}
+    for name in [x for x in found if x.endswith("_scales")]:
+        if (blocks := name.removesuffix("_scales") + "_blocks") in found:
+            scales = found.pop(name).array
+            found[blocks] = found[blocks]._replace(code="MXFP4", scales=scales)
+    return found
 
 
 def open_file(path: Path) -> dict[str, Stored]:
@@ -126,72 +132,108 @@ def open_file(path: Path) -> dict[str, Stored]:
             array = data[start + first : start + end]
             if x["dtype"] in ("U8", *DTYPES):
                 array = array.view(DTYPES.get(x["dtype"], np.uint8)).reshape(x["shape"])
-            found[name] = Stored(path, x["dtype"], array)
+            found[name] = Stored(x["dtype"], array)
     return found
 
 
-def _read_index(path: Path) -> dict[str, str]:
-    """Return the file of each tensor, from an index."""
-    files = read_json(path).get("weight_map")
-    is_map = isinstance(files, dict) and all(
-        isinstance(f, str) and f == Path(f).name for f in files.values()
-    )
-    if not files or not is_map:
-        raise ValueError(
-            f"{path}: wanted a weight_map from tensor names to files of the same folder. Download "
-            "the file again"
-        )
-    return files
+def load(
+    folder: Path, config: TransformerConfig, param_dtype: Any, shardings: Params | None = None
+) -> Params:
+    """Return the parameters in a folder.
+
+    Args:
+        param_dtype: storage dtype, to which the checkpoint is converted.
+        shardings: tree of shardings, one per leaf; None: default device.
+
+    Raises:
+        ValueError: as `open_folder` and `read`; or the files have an output matrix that is not the
+            embedding to which config.json ties it. transformers would use this matrix.
+    """
+    stored = {}
+    for name, tensor in open_folder(folder).items():
+        if (written := families.written_name(name, config)) is not None:
+            stored[written] = tensor
+    tensors = families.tensors(config, stored)
+    if config.tie_embeddings and not config.num_labels:
+        head = stored.pop(families.FAMILIES[config.family].head, None)
+        (table,) = (name for name, x in tensors.items() if x.leaves == ("embed",))
+        if head is not None and not np.array_equal(head.array, stored.get(table, head).array):
+            raise ValueError(
+                f"{folder}: config.json has tie_word_embeddings = true, but the output matrix in "
+                "the files is not the embedding. Set it to false to use this matrix, or remove it "
+                "from the files"
+            )
+    return read(stored, tensors, abstract_params(config, param_dtype), folder, shardings)
 
 
 def read(
     stored: Mapping[str, Stored],
     tensors: Mapping[str, HFTensor],
     abstract: Params,
-    *,
+    folder: Path,
     shardings: Params | None = None,
-    family: str,
-    aliases: Callable[[str], tuple[str, ...]] = lambda name: (),
-    is_spare: Callable[[str], bool] = lambda name: False,
 ) -> Params:
-    """Return the parameters in a folder, for any architecture.
+    """Return parameters, for any architecture.
 
     Each process reads the parts that its own devices store. Besides the parameters, host memory has
-    these parts of one leaf (all layers of a matrix). If the files have a tensor for each expert, or
-    four-bit experts, it also has one matrix of a layer's experts.
+    these parts of one leaf (all layers of a matrix), and of four-bit experts one tensor.
 
     Args:
-        stored: return value of `open_folder`.
+        stored: tensors in the files, by the names in `tensors`.
         tensors: required tensors, by name.
-        abstract: the tree to fill, with the leaves of layers under "layers"; its dtypes are storage
-            dtypes, to which the checkpoint is converted.
-        shardings: tree of shardings, one per leaf; None: default device.
-        family: name of the architecture in errors.
-        aliases: function that returns other names of a tensor.
-        is_spare: whether a tensor that is not in `tensors` may be present.
+        abstract: the tree to fill, with the leaves of layers under "layers".
+        folder: name of the files in errors.
+        shardings: as in `load`.
 
     Raises:
         ValueError: missing, unexpected or misshaped tensors, all named in one message.
     """
-    pieces: dict[tuple[bool, str], list[tuple[list[Stored], HFTensor]]] = {}
-    for parts, tensor in _sources(stored, tensors, family, aliases, is_spare):
+    _check(stored, tensors, folder)
+    pieces: dict[tuple[bool, str], list[tuple[Stored, HFTensor]]] = {}
+    for name, tensor in tensors.items():
         for leaf in tensor.leaves:
-            pieces.setdefault((tensor.layer >= 0, leaf), []).append((parts, tensor))
+            pieces.setdefault((bool(tensor.at), leaf), []).append((stored[name], tensor))
 
-    def load(path: Any, spec: jax.ShapeDtypeStruct, sharding: Any = None) -> Array:
+    def of_leaf(path: Any, spec: jax.ShapeDtypeStruct, sharding: Any = None) -> Array:
         leaf = path[-1].key
-        return _load(leaf, spec, sharding, pieces[len(path) > 1, leaf])
+        return _read_leaf(leaf, spec, sharding, pieces[len(path) > 1, leaf])
 
-    return jax.tree_util.tree_map_with_path(
-        load, abstract, *([] if shardings is None else [shardings])
-    )
+    trees = (abstract,) if shardings is None else (abstract, shardings)
+    return jax.tree_util.tree_map_with_path(of_leaf, *trees)
 
 
-def _load(
+def _check(stored: Mapping[str, Stored], tensors: Mapping[str, HFTensor], folder: Path) -> None:
+    """Name every disagreement between the files and the architecture in one ValueError."""
+    both = sorted(stored.keys() & tensors.keys())
+    kinds = {
+        "missing": sorted(tensors.keys() - both),
+        "unexpected": sorted(stored.keys() - both),
+        "other values": [
+            f"{name} (got {stored[name].code} {list(stored[name].shape)}, wanted floats "
+            f"{list(tensors[name].shape)})"
+            for name in both
+            if stored[name].code not in (*DTYPES, "MXFP4")
+            or stored[name].shape != tensors[name].shape
+        ],
+    }
+    more = {kind: len(names) - _SHOWN_NAMES for kind, names in kinds.items()}
+    problems = [
+        f"{kind}: {', '.join(names[:_SHOWN_NAMES])}" + f", {more[kind]:,} more" * (more[kind] > 0)
+        for kind, names in kinds.items()
+        if names
+    ]
+    if problems:
+        raise ValueError(
+            f"{folder}: the weights do not fit config.json: {'; '.join(problems)}. Use the "
+            "config.json that belongs to these weights, or download them again"
+        )
+
+
+def _read_leaf(
     leaf: str,
     spec: jax.ShapeDtypeStruct,
     sharding: Any,
-    pieces: Sequence[tuple[list[Stored], HFTensor]],
+    pieces: Sequence[tuple[Stored, HFTensor]],
 ) -> Array:
     """Return a leaf, put together on the host.
 
@@ -199,7 +241,7 @@ def _load(
         leaf: name of the leaf.
         spec: shape and dtype.
         sharding: sharding of the leaf; None: the default device.
-        pieces: tensors with the layers of the leaf, or with the whole leaf.
+        pieces: tensors with the parts of the leaf.
     """
     whole = np.empty(spec.shape, spec.dtype)  # parts of no device of this process use no memory
     regions = {"": (slice(None),) * len(spec.shape)}
@@ -207,14 +249,13 @@ def _load(
         # Devices with equal parts share them.
         indices = sharding.addressable_devices_indices_map(spec.shape).values()
         regions = {str(index): index for index in indices}
-    for parts, tensor in pieces if regions else ():
-        arrays = tensor.leaf_arrays([x.array for x in parts])
-        array, row = arrays[tensor.leaves.index(leaf)], tensor.layer
+    for tensor, layout in pieces if regions else ():
+        part = layout.split(tensor.values())[layout.leaves.index(leaf)]
         for region in regions.values():
-            if row < 0:
-                _copy(whole[region], array[region])
-            elif row in range(*region[0].indices(len(whole))):
-                _copy(whole[row][region[1:]], array[region[1:]])
+            rows = zip(layout.at, region, spec.shape, strict=False)
+            if all(i in range(*rows_of.indices(size)) for i, rows_of, size in rows):
+                inner = region[len(layout.at) :]
+                _copy(whole[layout.at][inner], part[inner])
     if sharding is None:
         return jax.device_put(whole)
     return jax.make_array_from_callback(spec.shape, sharding, whole.__getitem__)
@@ -227,142 +268,76 @@ def _copy(target: np.ndarray, source: np.ndarray) -> None:
         target[start : start + rows] = source[start : start + rows]
 
 
-def _sources(
-    stored: Mapping[str, Stored],
-    tensors: Mapping[str, HFTensor],
-    family: str,
-    aliases: Callable[[str], tuple[str, ...]],
-    is_spare: Callable[[str], bool],
-) -> list[tuple[list[Stored], HFTensor]]:
-    """Return the stored parts of each tensor of the architecture.
-
-    Raises:
-        ValueError: names every disagreement between the files and the architecture.
-    """
-    missing, misshaped, unreadable, out = [], [], [], []
-    unexpected = {name for name in stored if not is_spare(name)}
-    for whole_name, tensor in tensors.items():
-        parts = []
-        for name, shape in tensor.parts(whole_name).items():
-            there = next((x for x in (name, *aliases(name)) if x in stored), None)
-            if there is None:
-                missing.append(name)
-                continue
-            unexpected.discard(there)
-            found = stored[there]
-            if found.code not in (("U8",) if tensor.is_mxfp4 else DTYPES):
-                unreadable.append(f"{there} ({found.code})")
-            elif found.array.shape != shape:
-                got = list(found.array.shape)
-                misshaped.append(f"{there} (got {got}, wanted {list(shape)})")
-            parts.append(found)
-        out.append((parts, tensor))
-    problems = [
-        f"{kind}: {_listed(sorted(names))}"
-        for kind, names in (
-            ("missing", missing),
-            ("unexpected", unexpected),
-            ("misshaped", misshaped),
-            (f"of a dtype other than {', '.join(DTYPES)}", unreadable),
-        )
-        if names
-    ]
-    if problems:
-        folder = next(iter(stored.values())).path.parent
-        raise ValueError(
-            f"{folder}: the weights do not fit config.json ({family}): {'; '.join(problems)}. Use "
-            "the config.json that belongs to these weights, or download them again"
-        )
-    return out
-
-
-def _listed(names: Sequence[str]) -> str:
-    """Return the first names as text, followed by the number of the others."""
-    more = f", and {len(names) - _SHOWN_NAMES:,} more" if len(names) > _SHOWN_NAMES else ""
-    return ", ".join(names[:_SHOWN_NAMES]) + more
-
-
-def check_tied(
-    stored: Mapping[str, Stored], heads: Sequence[str], embedding: Sequence[str]
-) -> None:
-    """Check that an output matrix in the files equals the embedding to which config.json ties it.
-
-    Args:
-        stored: return value of `open_folder`.
-        heads: possible names of the output matrix.
-        embedding: possible names of the embedding.
-
-    Raises:
-        ValueError: they differ. transformers would use the output matrix.
-    """
-    head = next((stored[name] for name in heads if name in stored), None)
-    table = next((stored[name] for name in embedding if name in stored), None)
-    if head is not None and table is not None and not np.array_equal(head.array, table.array):
-        raise ValueError(
-            f"{head.path.parent}: config.json has tie_word_embeddings = true, but {heads[0]} in "
-            "the files is not the embedding. Set it to false to use this matrix, or remove it "
-            "from the files"
-        )
-
-
 def save(
     folder: str | os.PathLike[str],
     config: TransformerConfig,
     params: Params,
     hf_config: Mapping[str, Any],
     tokenizer_files_from: str | os.PathLike[str] | None = None,
+    dtype: Any = None,
 ) -> None:
     """Write config.json and safetensors that transformers can load.
 
-    Readers find the old weights, the new weights, or (while several files are replaced) no weights.
     With several processes, all must call this function, and process 0 writes. The host holds the
     tensors of one file, at most 5 GB, or one tensor if it is larger.
 
     Args:
-        folder: created if missing; its weights are replaced.
-        params: parameters in our layout, on any devices; gathered one tensor at a time.
-        hf_config: contents for config.json, from a source model or `config_json.hf_config`; the
-            dtype of the parameters replaces its dtype.
+        folder: created if missing. A folder without weights; readers find none before all are
+            written.
+        params: parameters in our layout, on any devices; gathered one matrix of a layer at a time.
+        hf_config: contents for config.json, from a source model; `dtype` replaces its dtype.
         tokenizer_files_from: model folder whose tokenizer files are copied.
+        dtype: dtype of the written tensors, except `config.float32_leaves`; None: that of params.
     """
+    from huggingface_hub import split_state_dict_into_shards_factory
+
     folder, is_writer = Path(folder), jax.process_index() == 0
     if is_writer:
         folder.mkdir(parents=True, exist_ok=True)
-    files: list[dict[str, int]] = []  # size in bytes of each tensor of each file
-    batch: dict[str, np.ndarray] = {}
+    target = params if dtype is None else abstract_params(config, dtype)
 
-    def write() -> None:
-        files.append({name: x.nbytes for name, x in batch.items()})
-        write_file(folder / f"{len(files)}{_UNFINISHED}", batch)
-        batch.clear()
+    @functools.lru_cache(maxsize=4)  # a tensor has up to three leaves, of one layer for all experts
+    def row(leaf: str, layer: int) -> np.ndarray:
+        """Return a leaf, or its row of a layer, gathered from all devices."""
+        array = params["layers"][leaf] if layer >= 0 else params[leaf]
+        if layer >= 0:
+            is_host = isinstance(array, np.ndarray)
+            array = array[layer] if is_host else _row(array, np.int32(layer))
+        if isinstance(array, Array) and not array.is_fully_addressable:
+            array = multihost_utils.process_allgather(array, tiled=True)
+        return np.asarray(array).astype(dtype_of(leaf, layer >= 0), copy=False)
 
-    try:
-        for name, tensor in families.tensors(config).items():
-            # Every process must take part in the gathering.
-            arrays = tensor.file_arrays([_on_host(params, x, tensor.layer) for x in tensor.leaves])
-            if not is_writer:
-                continue
-            num_bytes = sum(x.nbytes for x in (*batch.values(), *arrays))
-            if batch and num_bytes > _MAX_FILE_BYTES:
-                write()
-            batch |= zip(tensor.parts(name), arrays, strict=True)
-        if not is_writer:
-            return
-        write()
-        _publish(folder, files)
-    finally:
-        for i in range(1, len(files) + 1):
-            (folder / f"{i}{_UNFINISHED}").unlink(missing_ok=True)
-    # Weights are written as they are in memory, not quantised.
-    dropped = ("torch_dtype", "quantization_config")
+    def dtype_of(leaf: str, is_of_layer: Any) -> np.dtype:
+        return np.dtype((target["layers"] if is_of_layer else target)[leaf].dtype)
+
+    tensors = families.tensors(config)
+    split = split_state_dict_into_shards_factory(
+        tensors,
+        get_storage_size=lambda x: math.prod(x.shape) * dtype_of(x.leaves[0], x.at).itemsize,
+        filename_pattern="model{suffix}.safetensors",
+        max_shard_size=_MAX_FILE_BYTES,
+    )
+    for file, names in split.filename_to_tensors.items():
+        arrays = {}
+        for name in names:  # every process must take part in the gathering
+            x = tensors[name]
+            layer, expert = (*x.at[:1], -1)[0], x.at[1:]
+            arrays[name] = x.join([row(leaf, layer)[expert] for leaf in x.leaves])
+        if is_writer:
+            write_file(folder / file, arrays)
+    if not is_writer:
+        return
+    # Weights are written as they are in memory, not quantised, and not to the source's folder.
+    dropped = ("torch_dtype", "quantization_config", "_name_or_path")
     written = {k: v for k, v in hf_config.items() if k not in dropped}
-    written["dtype"] = str(np.dtype(params["embed"].dtype))
-    _write_json(folder / "config.json", written)
+    _write_json(folder / "config.json", {**written, "dtype": str(dtype_of("embed", False))})
     if tokenizer_files_from is not None:
         source = folders.resolve(tokenizer_files_from)
-        for name in TOKENIZER_FILES:
-            if (source / name).is_file() and (source / name) != folder / name:
-                shutil.copyfile(source / name, folder / name)
+        for path in (path for name in _TOKENIZER_FILES for path in source.glob(name)):
+            shutil.copyfile(path, folder / path.name)
+    if split.is_sharded:  # last, because several files without an index are no model
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        _write_json(folder / _INDEX, index)
 
 
 def write_file(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
@@ -374,43 +349,10 @@ def write_file(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
     path.chmod(mode)  # the library makes a new file that only its owner may read
 
 
-def _on_host(params: Params, name: str, layer: int) -> np.ndarray:
-    """Return a leaf, or its row of a layer, gathered from all devices."""
-    leaf = params[name] if layer < 0 else params["layers"][name]
-    if layer >= 0:
-        is_host = isinstance(leaf, np.ndarray)
-        leaf = leaf[layer] if is_host else _row(leaf, np.int32(layer))
-    if isinstance(leaf, Array) and not leaf.is_fully_addressable:
-        return multihost_utils.process_allgather(leaf, tiled=True)
-    return np.asarray(leaf)
-
-
 @jax.jit
 def _row(leaf: Array, row: Int32[Array, ""]) -> Array:
     return jax.lax.dynamic_index_in_dim(leaf, row, keepdims=False)
 
 
-def _publish(folder: Path, files: Sequence[Mapping[str, int]]) -> None:
-    """Rename complete files to their final names and remove those of an earlier save."""
-    index, num = folder / _INDEX, len(files)
-    names = [f"model-{i:05}-of-{num:05}.safetensors" for i in range(1, num + 1)]
-    names = names if num > 1 else [_SINGLE]
-    old = set(_read_index(index).values()) if index.is_file() else set()
-    # Without an index, several files are no model, so readers never mix old and new files.
-    index.unlink(missing_ok=True)
-    if num > 1:
-        (folder / _SINGLE).unlink(missing_ok=True)
-    for i, name in enumerate(names, 1):
-        os.replace(folder / f"{i}{_UNFINISHED}", folder / name)
-    for name in old.difference(names):
-        (folder / name).unlink(missing_ok=True)
-    if num > 1:
-        weight_map = {x: name for name, file in zip(names, files, strict=True) for x in file}
-        total = sum(sum(file.values()) for file in files)
-        _write_json(index, {"metadata": {"total_size": total}, "weight_map": weight_map})
-
-
 def _write_json(path: Path, contents: Any) -> None:
-    unfinished = path.with_name(path.name + _UNFINISHED)
-    unfinished.write_text(json.dumps(contents, indent=2, sort_keys=True) + "\n")
-    os.replace(unfinished, path)
+    path.write_text(json.dumps(contents, indent=2, sort_keys=True) + "\n")
