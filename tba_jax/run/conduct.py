@@ -49,10 +49,8 @@ def conduct(
 
     Processes other than the primary one return {}.
 
-    Args:
-        cluster: the trainer processes of the run; all of them call this function.
-        hold: flag of the work directory's lock; None if another process holds it.
-        link: connection to the other processes of the run.
+    All trainer processes, `cluster`, call this. `hold` is the flag of the work directory's lock,
+    None if another process holds it; `link` connects to the other processes of the run.
 
     Raises:
         RunError: device memory ran out before the first update; or the work directory was removed,

@@ -222,8 +222,7 @@ class Fleet:
         self._ray, self._config, self._workdir, self._group = ray, config, workdir, group
         self._arguments = (config, workdir, secrets.token_hex(16))  # of every process
         self._is_interrupted = False
-        self._failures: Counter[str] = Counter()  # since the newest checkpoint, by process
-        self._counted_at = -1  # step of that checkpoint
+        self._failures = Counter[tuple[str, int]]()  # by process and step of the newest checkpoint
         self._trainers: list[Any] = []  # actors; empty until the placement group is ready
         self._training: list[Any] = []  # calls of `run` of the trainers
         self._searching: dict[Any, tuple[Any, range]] = {}  # call of `run` -> actor, searchers
@@ -263,14 +262,12 @@ class Fleet:
     def _start_trainer(self) -> None:
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-        actor, resources = self._ray.remote(TrainerProcess), _resources(self._config.fleet.trainer)
+        fleet, place = self._config.fleet, PlacementGroupSchedulingStrategy
+        options = {"max_concurrency": 4, **_resources(fleet.trainer)}
+        actor = self._ray.remote(TrainerProcess)
         self._trainers = [
-            actor.options(
-                max_concurrency=4,
-                scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, member),
-                **resources,
-            ).remote()
-            for member in range(self._config.fleet.trainer_hosts)
+            actor.options(scheduling_strategy=place(self._group, member), **options).remote()
+            for member in range(fleet.trainer_hosts)
         ]
         # Run only when all are placed: `jax.distributed` waits a few minutes only.
         addresses = [each.address.remote() for each in self._trainers]
@@ -313,7 +310,7 @@ class Fleet:
                 f"the trainer died before it had saved; the same command resumes from {at}"
             ) from cause
         # Searchers may have failed because the trainer was away.
-        self._failures = Counter({"the trainer": self._failures["the trainer"]})
+        self._failures = Counter({k: n for k, n in self._failures.items() if k[0] == "the trainer"})
         _print(f"the trainer died ({why}). Restarting the trainer from {at}; searchers wait")
         self._start_trainer()
 
@@ -321,13 +318,10 @@ class Fleet:
         """Count a failure; return the step of the newest checkpoint or -1, or raise RunError."""
         names = (path.name for path in (self._workdir / "checkpoints").glob("*"))
         step = max((int(name) for name in names if name.isdigit()), default=-1)
-        if step != self._counted_at:
-            self._failures.clear()
-        self._counted_at = step
-        self._failures[name] += 1
-        if self._failures[name] > _MAX_FAILURES:
+        self._failures[name, step] += 1
+        if (times := self._failures[name, step]) > _MAX_FAILURES:
             raise RunError(
-                f"{name} failed {self._failures[name]} times without a checkpoint in between; the "
-                f"last time: {why}. Fix the cause, then run the same command again to resume"
+                f"{name} failed {times} times without a checkpoint in between; the last time: "
+                f"{why}. Fix the cause, then run the same command again to resume"
             )
         return step

@@ -109,7 +109,7 @@ class Loop:
             return [Worker("search-process", self._search, self.stop)]
         found = [worker for pair in self._searching for worker in pair]
         if not self._is_sync:
-            found.append(Worker("weight-poller", self._deliver_next, self.stop))
+            found.append(Worker("weight-poller", self._poll, self.stop))
         if self.owner is None:
             return found
         if self.owner.remote_searchers:
@@ -119,15 +119,12 @@ class Loop:
             found.append(Worker("watchdog", self._watchdog.step, self.stop, idle_s=1.0))
         return found
 
-    def _deliver_next(self) -> bool:
-        is_delivered = self.run.weights.poll(DELIVERY_S)
-        self._announce()
-        return is_delivered
-
-    def _announce(self) -> None:
-        """Announce the newest delivered version to searchers of other processes."""
+    def _poll(self, wait_s: float = DELIVERY_S) -> bool:
+        """Deliver a publication, and announce it to searchers of other processes."""
+        is_delivered = self.run.weights.poll(wait_s)
         if self.owner is not None and (newest := self.run.weights.newest) is not None:
             self.owner.version = newest
+        return is_delivered
 
     def _search(self) -> bool:
         """Search until the owner reports the end of the run."""
@@ -376,13 +373,12 @@ class Loop:
             self._evaluate(step)
 
     def _deliver(self) -> None:
-        """Wait until the newest publication has been delivered, and announce it."""
+        """Wait until the newest publication has been delivered and announced."""
         run = self.run
         if self._is_sync or isinstance(run.weights, Weights):
-            run.weights.poll()
+            self._poll(0.0)
         else:  # only a worker may wait for storage
             self._until(lambda: run.weights.newest == run.trainer.version, "got no weights")
-        self._announce()
 
     def _evaluate(self, version: int) -> None:
         """Evaluate a version while no searcher samples, and record the result."""

@@ -42,8 +42,7 @@ def opened(address: str) -> Iterator[tuple[Path, StopFlag]]:
     """
     root = _root(address)
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    name = hashlib.sha256(str(root).encode()).hexdigest()[:16]
-    local = cache / "tba_jax" / "buckets" / name
+    local = cache / "tba_jax" / "buckets" / hashlib.sha256(str(root).encode()).hexdigest()[:16]
     with _reading(root):
         refuse_foreign(root)
     with hold(local, root) as flag:

@@ -66,19 +66,12 @@ class RunClock:
 
 
 class Rewards(NamedTuple):
-    """Processes and models that grade responses; all None in a process without searchers.
+    """Processes and models that grade responses; all None in a process without searchers."""
 
-    Attributes:
-        source: rewards for training and evaluation; None: the environment gives them.
-        gold: judge of the win rate; None without eval.gold.
-        environments: processes that answer the policy's turns; None without task.environment.
-        server: server that samples responses; None if searchers decode.
-    """
-
-    source: RewardSource | None = None
-    gold: RewardSource | None = None
-    environments: EnvironmentPool | None = None
-    server: InferenceServer | None = None
+    source: RewardSource | None = None  # for training and evaluation; else environments reward
+    gold: RewardSource | None = None  # judge of the win rate (eval.gold)
+    environments: EnvironmentPool | None = None  # answer the policy's turns
+    server: InferenceServer | None = None  # samples responses; else searchers decode
 
     def check(self) -> None:
         """Raise RuntimeError if a source, environment or server cannot be used."""
@@ -92,13 +85,7 @@ class Rewards(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Shared:
-    """Parts that trainer and searchers of a process share.
-
-    Attributes:
-        clock: running time in seconds, accumulated over resumes.
-        model: start model.
-        policy: architecture of the policy, with adapters.
-    """
+    """Parts that trainer and searchers of a process share."""
 
     config: Config
     workdir: Path
@@ -106,8 +93,8 @@ class Shared:
     clock: RunClock
     sites: Sites
     task: Task
-    model: models.Description
-    policy: TransformerConfig
+    model: models.Description  # start model
+    policy: TransformerConfig  # with adapters
     tokenizer: Tokenizer
     rewards: Rewards
 
@@ -128,10 +115,7 @@ class Shared:
         return f"tba_jax {versions()['tba_jax']} {digest.hexdigest()[:12]}/{self.run_id}"
 
     def start_params(self, site: Site) -> Any:
-        """Load the start model's weights in the layout and on the devices of a searcher.
-
-        The function uses only devices of this process, so a single process may call it.
-        """
+        """Load the start model's weights for a searcher, on devices of this process alone."""
         source = self.sites.reading(self.model.config.hidden_size)
         load = source.locked(model_parts.start_weights)
         return load(self.config, self.model, source.mesh, site.mesh)
@@ -146,10 +130,9 @@ def open_shared(
     note: Callable[[str], None] = lambda line: None,
     sites: Sites | None = None,
 ) -> Shared:
-    """Place the run on its devices and open the shared parts.
+    """Place the run on its devices and open the shared parts; all processes of `cluster` call this.
 
     Args:
-        cluster: the processes of the run; all of them call this function.
         sites: sites of a searcher process of a fleet; None: the sites of the config's placement.
 
     Raises:
@@ -221,8 +204,7 @@ def fleet_sites(config: Config, first_searcher: int) -> Sites:
 def make_arrival(shared: Shared, base: Any) -> tuple[list[Any], list[Callable[[Any], Any]]]:
     """Return where published weights go: `shardings` and `merges` of `OnDevices`.
 
-    Args:
-        base: frozen parameters under adapters, on the publication mesh; None without adapters.
+    `base` has the frozen parameters under adapters, on the publication mesh.
     """
     config, policy, sites = shared.config, shared.policy, shared.sites
     plain, quantization = dataclasses.replace(policy, adapters=None), config.search.quantization
@@ -349,12 +331,8 @@ def open_searchers(
 ) -> tuple[Shared, tuple[SearchParts, ...], StoredWeights]:
     """Build consecutive searchers on the devices of this process, which does not train.
 
-    Args:
-        cluster: cluster of this process alone, in a job whose other processes train; None: the
-            process belongs to a fleet.
-
-    Raises:
-        PlacementError: too few devices. ValueError: as `open_shared`.
+    `cluster` is this process alone, in a job whose other processes train; None: in a fleet. Errors
+    are those of `open_shared`.
     """
     sites = fleet_sites(config, searchers[0]) if cluster is None else None
     shared = open_shared(
