@@ -95,14 +95,17 @@ def sample(
         settings=SamplingSettings(RESPONSE_TOKENS, temperature=1.0),
     )
     rewards = [
-        [reward(tokenizer.decode(y[:n]), answer) for y, n in zip(ys, ns, strict=True)]
-        for ys, ns, (_, answer) in zip(drawn.tokens, drawn.lengths, problems, strict=True)
+        [reward(tokenizer.decode(y.tokens), answer) for y in row]
+        for row, (_, answer) in zip(drawn, problems, strict=True)
     ]
+    responses = np.full((len(prompts), GROUP, RESPONSE_TOKENS), tokenizer.pad_id, np.int32)
+    for i, j in np.ndindex(len(prompts), GROUP):
+        responses[i, j, : len(drawn[i][j].tokens)] = drawn[i][j].tokens
     padded = left_pad(prompts, PROMPT_TOKENS, tokenizer.pad_id)
     return Groups(
-        tokens=np.concatenate([np.repeat(padded[:, None], GROUP, 1), drawn.tokens], -1),
+        tokens=np.concatenate([np.repeat(padded[:, None], GROUP, 1), responses], -1),
         prompt_lengths=np.repeat([[len(x)] for x in prompts], GROUP, 1),
-        response_lengths=drawn.lengths,
+        response_lengths=np.array([[len(y.tokens) for y in row] for row in drawn]),
         rewards=np.array(rewards, np.float32),
         reference=np.zeros((len(prompts), GROUP), np.float32),
     )
@@ -118,7 +121,7 @@ def train(model: str, num_steps: int, seed: int = 0) -> list[float]:
         compute_dtype=jnp.float32,
         eos_ids=tokenizer.eos_ids,
         pad_id=tokenizer.pad_id,
-        prompt_buckets=(PROMPT_TOKENS,),
+        prompt_tokens=PROMPT_TOKENS,
         max_length=PROMPT_TOKENS + RESPONSE_TOKENS,
     )
     logprob = make_logprob(config)

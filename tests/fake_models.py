@@ -4,6 +4,7 @@
 import functools
 import json
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -242,11 +243,32 @@ def tiny_decoder(**changes):
         "compute_dtype": jnp.float32,
         "eos_ids": (0, 1),
         "pad_id": 2,
-        "prompt_buckets": (6,),
+        "prompt_tokens": 6,
         "max_length": 26,
         "chunk_steps": 4,
     }
     return Decoder(ONE_LAYER, **(arguments | changes))
+
+
+class Decoded(NamedTuple):
+    """Responses to p prompts, k each, in arrays of t = max_new_tokens columns."""
+
+    tokens: Any  # [p k t], pad_id after the end
+    lengths: Any  # [p k]
+    token_logprobs: Any  # [p k t], 0 at padding
+    has_eos: Any  # [p k]
+
+
+def decode(decoder, params, prompts, *, settings, **options):
+    """Responses of `Decoder.decode`, padded."""
+    rows = decoder.decode(params, prompts, settings=settings, **options)
+    shape = len(rows), len(rows[0]), settings.max_new_tokens
+    tokens, logprobs = np.full(shape, decoder.pad_id, np.int32), np.zeros(shape, np.float32)
+    for i, j in np.ndindex(shape[:2]):
+        y = rows[i][j]
+        tokens[i, j, : len(y.tokens)], logprobs[i, j, : len(y.tokens)] = y.tokens, y.token_logprobs
+    lengths = np.array([[len(y.tokens) for y in row] for row in rows], np.int32)
+    return Decoded(tokens, lengths, logprobs, np.array([[y.has_eos for y in row] for row in rows]))
 
 
 def write_word_tokenizer(folder, size, *, eos, pad, shift=0):

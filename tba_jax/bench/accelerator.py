@@ -230,7 +230,9 @@ def _decoding_error(config: TransformerConfig, here: Any, cpu: Any) -> float:
             key=jax.random.key(2),
             settings=SamplingSettings(_RESPONSE),
         )
-    rows = np.concatenate([prompts[:, None], decoded.tokens], axis=2)
+    tokens = np.array([[y.tokens for y in row] for row in decoded])
+    logprobs = np.array([[y.token_logprobs for y in row] for row in decoded])
+    rows = np.concatenate([prompts[:, None], tokens], axis=2)
     lengths = (np.full((_ROWS, 1), n, np.int32) for n in (_PROMPT, _RESPONSE))
     with jax.default_device(cpu):
         scored = jax.jit(
@@ -238,7 +240,7 @@ def _decoding_error(config: TransformerConfig, here: Any, cpu: Any) -> float:
                 token_logprobs, response_bucket=_RESPONSE, config=config, scoring=Scoring()
             )
         )(params, rows.astype(np.int32), *lengths)
-    difference = np.asarray(decoded.token_logprobs) - np.asarray(scored)
+    difference = logprobs - np.asarray(scored)
     return float(np.linalg.norm(difference) / np.linalg.norm(scored))
 
 

@@ -28,10 +28,9 @@ import numpy as np
 
 from tba_jax.bench import harness
 from tba_jax.bench.harness import SHAPES, Figures
-from tba_jax.decoding.engine import Decoder
+from tba_jax.decoding.engine import Decoder, Session
 from tba_jax.decoding.keys import row_keys
 from tba_jax.decoding.requests import SamplingSettings
-from tba_jax.decoding.session import Session
 from tba_jax.devices.platform import platform_of
 from tba_jax.devices.site import any_device
 from tba_jax.models import transformer
@@ -87,7 +86,7 @@ def make_decoder(
         config,
         compute_dtype=jnp.dtype(dtype),
         pad_id=0,
-        prompt_buckets=(prompt_tokens,),
+        prompt_tokens=prompt_tokens,
         max_length=prompt_tokens + max_new_tokens,
         site=any_device(platform_of(device)),
         **options,
@@ -119,22 +118,21 @@ def engine(job: Figures) -> Figures:
     weights = jax.block_until_ready(decoder.weights(params))
     del params
 
-    def call() -> tuple[Session, list[int]]:
+    def call(max_new_tokens: int) -> tuple[Session, list[int]]:
         """Submit all prompts at once; return (idle session, lengths of its responses)."""
-        settings = SamplingSettings(max_new_tokens=job["max_new_tokens"])
-        at_once = -(-num_slots // job["num_samples"])
-        session = decoder.session(weights, num_slots=num_slots, prefill_prompts=at_once)
+        settings = SamplingSettings(max_new_tokens)
+        session = decoder.session(weights, num_slots=num_slots)
         keys = row_keys(jax.random.key(seed), num_rows).reshape(len(prompts), -1, 2)
         for prompt, own in zip(prompts, keys, strict=True):
             session.submit(prompt, own, settings)
         return session, [len(response.tokens) for response in session.run()]
 
-    call()  # compiles every program that responses of these lengths need
-    compiled = decoder.compile_count
+    call(job["max_new_tokens"])  # compiles every program
     start, cpu_start = time.perf_counter(), time.process_time()
-    session, lengths = call()
+    session, lengths = call(job["max_new_tokens"])
     wall_s, cpu_s = time.perf_counter() - start, time.process_time() - cpu_start
-    statistics = session.statistics
+    statistics, prefill_s = session.statistics, call(1)[0].statistics.decode_s
+    decode_s = statistics.decode_s - prefill_s
     work = roofline.decode_work(
         config,
         itemsize=jnp.dtype(job["dtype"]).itemsize,
@@ -143,13 +141,13 @@ def engine(job: Figures) -> Figures:
         response_lengths=lengths,
     )
     rates = roofline.measure_rates(job["dtype"], sum(x.nbytes for x in jax.tree.leaves(weights)))
-    step_s, bound_step_s = (x / statistics.steps for x in (statistics.chunk_s, rates.bound_s(work)))
+    step_s, bound_step_s = (x / statistics.steps for x in (decode_s, rates.bound_s(work)))
     return {
         "tokens_per_s": sum(lengths) / wall_s,
         "wall_s": wall_s,
         "cpu_s": cpu_s,
-        "prefill_s": statistics.prefill_s,
-        "decode_s": statistics.chunk_s,
+        "prefill_s": prefill_s,
+        "decode_s": decode_s,
         "response_length": float(np.mean(lengths)),
         "slot_share": statistics.tokens / statistics.slot_steps,
         "bytes_per_s": rates.bytes_per_s,
@@ -157,7 +155,6 @@ def engine(job: Figures) -> Figures:
         "step_s": step_s,
         "bound_step_s": bound_step_s,
         "roofline_share": bound_step_s / step_s,
-        "recompiled": decoder.compile_count - compiled,
         "num_slots": num_slots,
         "num_params": transformer.num_params(config),
         **harness.here(),

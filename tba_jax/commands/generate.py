@@ -65,7 +65,7 @@ def _generate(args: argparse.Namespace) -> dict:
         compute_dtype=dtype,
         eos_ids=tokenizer.eos_ids,
         pad_id=tokenizer.pad_id,
-        prompt_buckets=(max(1, len(prompt)),),
+        prompt_tokens=len(prompt),
         max_length=len(prompt) + args.max_new_tokens,
         site=site,
     )
@@ -73,7 +73,7 @@ def _generate(args: argparse.Namespace) -> dict:
         text_of = functools.partial(tokenizer.decode, skip_special=False)
         decoder.stop_strings = StopStrings(args.stop_string, text_of)
     start = time.perf_counter()
-    decoded = decoder.decode(
+    (decoded,) = decoder.decode(
         params,
         [prompt],
         num_samples=args.num_samples,
@@ -83,13 +83,12 @@ def _generate(args: argparse.Namespace) -> dict:
         ),
     )
     wall_s = time.perf_counter() - start
-    rows = [y[:n] for y, n in zip(decoded.tokens[0], decoded.lengths[0], strict=True)]
     return {
-        "texts": tokenizer.batch_decode(rows),
+        "texts": tokenizer.batch_decode([y.tokens for y in decoded]),
         "prompt": args.prompt,
-        "num_tokens": decoded.lengths[0].tolist(),
-        "logprobs": decoded.token_logprobs[0].sum(-1).tolist(),
-        "has_eos": decoded.has_eos[0].tolist(),
+        "num_tokens": [len(y.tokens) for y in decoded],
+        "logprobs": [float(y.token_logprobs.sum()) for y in decoded],
+        "has_eos": [y.has_eos for y in decoded],
         "seed": args.seed,
         "wall_s": round(wall_s, 3),
     }

@@ -49,11 +49,10 @@ def _serve_on(bound: socket.socket, args: argparse.Namespace) -> int:
     from tba_jax.commands.saved import decoding_site
     from tba_jax.decoding.engine import Decoder
     from tba_jax.devices.worker import StopFlag, Worker
-    from tba_jax.flow.padding import length_buckets
     from tba_jax.models.tokenizer import Tokenizer
     from tba_jax.remote.http_server import HttpServer
     from tba_jax.serving.chat import make_chat_format
-    from tba_jax.serving.protocol import MAX_STOP_IDS, Served
+    from tba_jax.serving.protocol import Served
     from tba_jax.serving.server import Application, RequestQueue
 
     site, dtype = decoding_site()
@@ -66,7 +65,7 @@ def _serve_on(bound: socket.socket, args: argparse.Namespace) -> int:
         compute_dtype=dtype,
         eos_ids=tokenizer.eos_ids,
         pad_id=tokenizer.pad_id,
-        prompt_buckets=length_buckets(longest, 6),
+        prompt_tokens=longest,
         max_length=longest,
         site=site,
     )
@@ -75,8 +74,6 @@ def _serve_on(bound: socket.socket, args: argparse.Namespace) -> int:
     session = decoder.session(
         params,
         num_slots=args.num_slots,
-        prefill_prompts=args.num_slots,
-        num_stop_ids=MAX_STOP_IDS,
         version=version,
     )
     queue = RequestQueue(served)

@@ -1,43 +1,378 @@
 # SPDX-License-Identifier: Apache-2.0
 """The decoding engine: receives prompts and returns sampled responses as they finish.
 
-`Decoder` has the programs of `Compiled`; a `Session` has the slots of one stream of requests.
-`StopStrings` detects texts that end a response. Invariants: the tokens of a response end with the
-first stop token, or with the first token that completes a stop string. Its log-probs are those of
-the distribution that the tokens were sampled from. With a fixed number of slots, every bit of a
+`Decoder` has the compiled `Programs`; a `Session` has a queue of prompts and slots for unfinished
+responses. The host repeats: admit prompts to free slots (each prompt is read once, and its cache is
+copied to each of its samples), launch a chunk of steps, and collect finished responses. A long
+response therefore does not delay others, and weights can be swapped between chunks. Caches and
+progress of the slots stay on the device. Invariants: the tokens of a response end with the first
+stop token, or with the first token that completes a stop string. Its log-probs are those of the
+distribution that the tokens were sampled from. With a fixed number of slots, every bit of a
 response depends only on its own prompt, key and settings.
+
+A chunk is read after the next one was launched, so that the device does not wait for the host. If
+requests wait for slots, it is read before, because a slot that it frees would be idle for a chunk.
+The device also computes while the caller is busy between two steps.
+
+With `keeps_caches`, the caches of ended responses stay on the device until a prompt continues them,
+another response needs the row, or the weights change. Invariant: a kept cache is used with the
+weights that computed all of it.
 """
 
-from collections.abc import Sequence
+import collections
+import dataclasses
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Array
 
-from tba_jax.decoding.compiled import Compiled
 from tba_jax.decoding.keys import row_keys
-from tba_jax.decoding.requests import SamplingSettings
-from tba_jax.decoding.session import Session
+from tba_jax.decoding.programs import Caches, Programs, empty_slots
+from tba_jax.decoding.requests import Response, SamplingSettings, Statistics
 from tba_jax.models.transformer import Params
 
 
-class Decoded(NamedTuple):
-    """Responses of one `decode` call, as host arrays.
+@dataclasses.dataclass(eq=False)
+class _Sample:
+    """An unfinished response: it waits for its prompt to be read, waits for a slot, or has one."""
 
-    Attributes:
-        tokens: int32 [p k t], `pad_id` after the end; t = max_new_tokens.
-        lengths: int32 [p k], number of tokens of each response, including the stop token.
-        token_logprobs: float32 [p k t], log-probs under the sampling distribution; 0 at padding.
-        has_eos: bool [p k], False if the length limit cut the response.
+    prompt: np.ndarray
+    key: np.ndarray
+    settings: SamplingSettings
+    response: Response  # so far
+    row: int = 0  # of the prompt in the pool
+
+
+class _Chunk(NamedTuple):
+    """A launched chunk that has not been read: its samples, and the version of the weights."""
+
+    drawn: tuple[jax.Array, ...]
+    samples: tuple[_Sample | None, ...]
+    version: int
+
+
+class Session:
+    """Queue and slots on one set of devices; one thread calls it. `Decoder.session` makes it.
+
+    Args:
+        params: weights, stacked or in the decoder's layout.
+        num_slots: responses decoded at a time.
+        version: version of the weights.
+        keeps_caches: whether to keep caches of ended responses, as many as slots, for prompts that
+            continue them. Such prompts depend on other requests by the rounding of their cache.
     """
 
-    tokens: np.ndarray
-    lengths: np.ndarray
-    token_logprobs: np.ndarray
-    has_eos: np.ndarray
+    def __init__(
+        self,
+        decoder: Programs,
+        params: Params,
+        *,
+        num_slots: int,
+        version: int = 0,
+        keeps_caches: bool = False,
+    ):
+        if num_slots < 1:
+            raise ValueError(f"decoding got num_slots = {num_slots}; wanted at least 1")
+        self.decoder, self.num_slots, self.version = decoder, num_slots, version
+        self.statistics = Statistics()
+        self._weights = decoder.weights(params)
+        self._requests = collections.deque[list[_Sample]]()
+        self._waiting = collections.deque[_Sample]()  # their prompts are in the pool
+        self._samples: list[_Sample | None] = [None] * num_slots  # of each slot
+        self._num_submitted = self._num_unfinished = 0  # requests; samples
+        self._empty, _ = empty_slots(1, decoder.num_stop_ids)
+        # Changed on the host; before the next chunk, the copy on the device is replaced.
+        self._slots, progress = empty_slots(num_slots, decoder.num_stop_ids)
+        self._is_changed = False
+        self._where = decoder.where(self._weights)
+        self._placed, self._progress = jax.device_put((self._slots, progress), self._where)
+        self._history = decoder.new_cache(num_slots, self._weights)
+        # Of the pool: kept caches, then the rows into which prompts are read.
+        self._num_kept = num_slots if keeps_caches else 0
+        self._pool = decoder.new_cache(self._num_kept + decoder.num_rows, self._weights)
+        self._drop_kept()
+        self._has_states = "delta" in decoder.config.layer_kinds
+        self._chunk: _Chunk | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no response is unfinished."""
+        return not self._num_unfinished
+
+    @property
+    def room(self) -> int:
+        """Free slots minus queued responses; negative if more are queued.
+
+        Other threads may read the property while the session's thread decodes.
+        """
+        return self.num_slots - self._num_unfinished
+
+    def submit(
+        self,
+        prompt: np.ndarray,
+        keys: np.ndarray,
+        settings: SamplingSettings,
+        temperatures: np.ndarray | None = None,
+    ) -> int:
+        """Queue one prompt; return the number of the request, counted from 0.
+
+        Args:
+            prompt: token ids, at least one.
+            keys: uint32 [S 2], threefry key data of each sample.
+            settings: settings of the sampling.
+            temperatures: float [S], one for each sample; None: `settings.temperature`.
+
+        Raises:
+            ValueError: the prompt is empty or too long, or has an id outside the vocabulary.
+        """
+        index, prompt = self._num_submitted, np.asarray(prompt)
+        self._check(prompt, settings, index)
+        prompt, none = prompt.astype(np.int32), np.zeros(0, np.int32)
+        if temperatures is None:
+            temperatures = np.full(len(keys), settings.temperature, np.float32)
+        begun = Response(index, 0, none, none.astype(np.float32), False, 0, 0, 1.0, none)
+        self._requests.append(
+            [
+                _Sample(prompt, key, settings, begun._replace(sample=j, temperature=float(t)))
+                for j, (key, t) in enumerate(zip(keys, temperatures, strict=True))
+            ]
+        )
+        self._num_submitted += 1
+        self._num_unfinished += len(keys)
+        return index
+
+    def _check(self, prompt: np.ndarray, settings: SamplingSettings, index: int) -> None:
+        decoder, size = self.decoder, self.decoder.config.vocab_size
+        if len(prompt) == 0:
+            raise ValueError(
+                f"decode() got an empty prompt (row {index}); give at least one token, such as "
+                "the beginning-of-sequence token"
+            )
+        if len(prompt) + settings.max_new_tokens > decoder.max_length:
+            raise ValueError(
+                f"decode() got a prompt of {len(prompt)} tokens (row {index}) and max_new_tokens "
+                f"= {settings.max_new_tokens}; the cache holds {decoder.max_length}. Shorten one "
+                "of them, or make the decoder with a larger max_length"
+            )
+        if prompt.min() < 0 or prompt.max() >= size:
+            bad = int(prompt[(prompt < 0) | (prompt >= size)][0])
+            raise ValueError(
+                f"decode() got token id {bad} in the prompt of row {index}; the model has ids 0 "
+                f"to {size - 1}. Use the tokenizer that belongs to the model"
+            )
+
+    def cancel(self, request: int) -> None:
+        """Drop the unfinished samples of a request; other requests get its slots."""
+        requests = (r for r in self._requests if r and r[0].response.request != request)
+        self._requests = collections.deque(requests)
+        self._waiting = collections.deque(s for s in self._waiting if s.response.request != request)
+        for slot, sample in enumerate(self._samples):
+            if sample is not None and sample.response.request == request:
+                self._assign(slot, None)
+        queued = sum(map(len, self._requests)) + len(self._waiting)
+        self._num_unfinished = queued + sum(s is not None for s in self._samples)
+
+    def unfinished(self, request: int) -> dict[int, tuple[np.ndarray, np.ndarray]]:
+        """Return sample -> (tokens, log-probs) so far, for samples of a request that have slots."""
+        responses = (each.response for each in self._samples if each is not None)
+        return {
+            y.sample: (y.tokens, y.token_logprobs)
+            for y in responses
+            if y.request == request and len(y.tokens)
+        }
+
+    def swap(self, params: Params, version: int) -> None:
+        """Use later weights from the next launch on; unfinished responses keep their cache."""
+        self._weights, self.version = self.decoder.weights(params), version
+        self._drop_kept()
+
+    def forget(self, conversation: np.ndarray) -> None:
+        """Free the kept cache of a conversation that has ended.
+
+        Args:
+            conversation: prompt and response of its last turn.
+        """
+        row = self._kept.pop(_bytes(conversation[:-1]), None)
+        if row is not None:
+            self._free_rows.append(row)
+
+    def _drop_kept(self) -> None:
+        self._free_rows = [*range(self._num_kept)]
+        self._kept = dict[bytes, int]()  # tokens -> row, the least recently written first
+
+    def _row_for(self, text: bytes) -> int:
+        """Return the row for a conversation: a free one, or the least recently written one."""
+        row = self._kept.pop(text, None)
+        if row is None and self._free_rows:
+            row = self._free_rows.pop()
+        self._kept[text] = self._kept.pop(next(iter(self._kept))) if row is None else row
+        return self._kept[text]
+
+    def run(self) -> Iterator[Response]:
+        """Yield responses as they finish, until the session is idle."""
+        while not self.is_idle:
+            yield from self.step()
+
+    def step(self) -> list[Response]:
+        """Fill the free slots and launch a chunk; return the responses that earlier ones ended."""
+        start_s = time.perf_counter()
+        finished = self._collect() if self._waiting or self._requests else []
+        self._admit()
+        chunk = self._launch()
+        finished += self._collect()
+        self._chunk = None if self.is_idle else chunk
+        self.statistics.decode_s += time.perf_counter() - start_s
+        return finished
+
+    def _admit(self) -> None:
+        """Assign samples to free slots."""
+        free = [slot for slot, sample in enumerate(self._samples) if sample is None]
+        while free and (self._waiting or self._requests):
+            if not self._waiting:
+                self._read_prompts(len(free))
+            slots, free = free[: len(self._waiting)], free[len(self._waiting) :]
+            samples = [self._waiting.popleft() for _ in slots]
+            for slot, sample in zip(slots, samples, strict=True):
+                self._assign(slot, sample)
+            rows = [sample.row for sample in samples]
+            self._history = self._copied(self._history, self._pool, slots, rows)
+
+    def _copied(self, into: Caches, source: Caches, targets: list[int], rows: list[int]) -> Caches:
+        """Return `into` with rows of `source` copied to `targets`."""
+        pairs = np.zeros((2, self.num_slots), np.int32)
+        pairs[:, : len(rows)] = targets, rows
+        return self.decoder.copy(into, source, *pairs, np.int32(len(rows)))
+
+    def _read_prompts(self, most: int) -> None:
+        """Read prompts of the queue into the pool, for at most `most` samples, or one prompt.
+
+        All are read in pieces of one width, which holds what is left of the first prompt if any
+        width does.
+        """
+        pieces, first, width, size = self.decoder.pieces, self._num_kept, 0, 1
+        batch, begins, rows = list[list[_Sample]](), list[int](), list[int]()
+        while self._requests and len(batch) < size and sum(map(len, batch)) < most:
+            prompt = self._requests[0][0].prompt
+            text = _bytes(prompt[:-1])
+            prefix = max(filter(text.startswith, self._kept), key=len, default=b"")
+            begin = len(prefix) // prompt.itemsize
+            num = len(prompt) - 1 - begin
+            if not batch:
+                width = next((n for n in pieces if num <= n), max(pieces))
+                size = pieces[width]
+            elif num > width < max(pieces):
+                break
+            batch.append(self._requests.popleft())
+            begins.append(begin)
+            rows.append(self._kept.pop(prefix, 0))
+            self._free_rows += rows[-1:] if prefix else []
+        prompts = [group[0].prompt[:-1] for group in batch]
+        self.statistics.kept_tokens += sum(begins)
+        self.statistics.prompt_tokens += sum(map(len, prompts))
+        at = np.zeros((2, size), np.int32)
+        at[:, : len(batch)] = rows, begins
+        prefixes = (at[0], at[1]) if first else None
+        while True:
+            tokens, lengths = np.zeros((size, width), np.int32), np.zeros(size, np.int32)
+            for i, prompt in enumerate(prompts):
+                piece = prompt[at[1, i] :][:width]
+                tokens[i, : len(piece)], lengths[i] = piece, len(piece)
+            self._pool = self.decoder.extend(self._weights, self._pool, tokens, lengths, prefixes)
+            at = np.stack([first + np.arange(size, dtype=np.int32), at[1] + lengths])
+            if all(len(prompt) == end for prompt, end in zip(prompts, at[1], strict=False)):
+                break
+            prefixes = at[0], at[1]
+        for i, group in enumerate(batch):
+            for sample in group:
+                sample.row = first + i
+                sample.response = sample.response._replace(version_min=self.version)
+                self._waiting.append(sample)
+
+    def _assign(self, slot: int, sample: _Sample | None) -> None:
+        """Assign a sample to a slot, or empty the slot; from the next launch on."""
+        slots, number = self._slots, self._slots.number[slot]
+        for part, empty in zip(jax.tree.leaves(slots), jax.tree.leaves(self._empty), strict=True):
+            part[slot] = empty[0]
+        slots.number[slot] = number + 1
+        self._samples[slot], self._is_changed = sample, True
+        if sample is None:
+            return
+        settings = sample.settings
+        slots.first[slot] = sample.prompt[-1]
+        slots.start[slot] = len(sample.prompt) - 1
+        slots.keys[slot] = sample.key
+        slots.temperature[slot] = sample.response.temperature
+        slots.top_p[slot] = settings.top_p
+        slots.top_k[slot] = settings.top_k
+        slots.min_new_tokens[slot] = settings.min_new_tokens
+        slots.max_new_tokens[slot] = settings.max_new_tokens
+        stop_ids = self.decoder.eos_ids if settings.stop_ids is None else settings.stop_ids
+        slots.stop_ids[slot, : len(stop_ids)] = stop_ids
+
+    def _launch(self) -> _Chunk | None:
+        """Launch a chunk; return None if there is no response to decode."""
+        if not any(self._samples):
+            return None
+        if self._is_changed:
+            # The device may read an array of the host after this call, so it gets a copy.
+            slots = jax.tree.map(np.copy, self._slots)
+            self._placed, self._is_changed = jax.device_put(slots, self._where), False
+        drawn, self._history, self._progress = self.decoder.run_chunk(
+            self._weights, self._history, self._placed, self._progress
+        )
+        for x in drawn:
+            x.copy_to_host_async()
+        return _Chunk(drawn, tuple(self._samples), self.version)
+
+    def _collect(self) -> list[Response]:
+        """Read the launched chunk, if there is one; return the responses that ended in it."""
+        if self._chunk is None:
+            return []
+        (drawn, samples, version), self._chunk = self._chunk, None
+        tokens, logprobs, nums, has_eos = (np.asarray(x) for x in drawn)
+        finished, kept = list[Response](), dict[int, int]()
+        for slot, sample in enumerate(samples):
+            if sample is None or self._samples[slot] is not sample:
+                continue  # it ended before, or was cancelled
+            y, num, settings = sample.response, int(nums[slot]), sample.settings
+            text = np.concatenate([y.tokens, tokens[:num, slot]])
+            assert y.token_versions is not None
+            strings = settings.stop_strings or self.decoder.stop_strings
+            if end := strings.end(text, len(y.tokens)) if strings else 0:
+                text, num = text[:end], end - len(y.tokens)
+            sample.response = y = y._replace(
+                tokens=text,
+                token_logprobs=np.concatenate([y.token_logprobs, logprobs[:num, slot]]),
+                token_versions=np.append(y.token_versions, np.full(num, version, np.int32)),
+                has_eos=bool(end or has_eos[slot]),
+                version_max=version,
+            )
+            self.statistics.tokens += num
+            if not y.has_eos and len(text) < settings.max_new_tokens:
+                continue
+            self._assign(slot, None)
+            self._num_unfinished -= 1
+            finished.append(y)
+            # A state cannot go back to the token that completed a stop string.
+            is_exact = not (end and self._has_states) and y.version_min == self.version
+            if self._num_kept and is_exact:
+                kept[slot] = self._row_for(_bytes(np.concatenate([sample.prompt, text[:-1]])))
+        steps = int(nums.max())
+        self.statistics.steps += steps
+        self.statistics.slot_steps += steps * self.num_slots
+        if kept:
+            self._pool = self._copied(self._pool, self._history, [*kept.values()], [*kept])
+        return finished
 
 
-class Decoder(Compiled):
+def _bytes(tokens: np.ndarray) -> bytes:
+    return tokens.astype(np.int32).tobytes()
+
+
+class Decoder(Programs):
     """Decoder of one architecture: opens sessions, and decodes whole batches of prompts."""
 
     def session(self, params: Params, **options: Any) -> Session:
@@ -54,8 +389,8 @@ class Decoder(Compiled):
         settings: SamplingSettings,
         num_slots: int | None = None,
         temperatures: np.ndarray | None = None,
-    ) -> Decoded:
-        """Draw `num_samples` responses to each prompt.
+    ) -> list[list[Response]]:
+        """Return `num_samples` responses to each prompt.
 
         Args:
             params: weights, on the devices to run on.
@@ -73,29 +408,11 @@ class Decoder(Compiled):
         for name, value in (("number of prompts", len(prompts)), ("num_samples", num_samples)):
             if value < 1:
                 raise ValueError(f"decode() got {name} = {value}; wanted at least 1")
-        p, k, t = len(prompts), num_samples, settings.max_new_tokens
-        num_slots = min(p * k, num_slots or p * k)
-        session = self.session(
-            params,
-            num_slots=num_slots,
-            prefill_prompts=min(p, -(-num_slots // k)),
-            num_stop_ids=len(settings.stop_ids) if settings.stop_ids is not None else None,
-        )
+        p, size = len(prompts), len(prompts) * num_samples
+        session = self.session(params, num_slots=min(size, num_slots or size))
         given = isinstance(key, np.ndarray)
-        of_samples = key if given else row_keys(key, p * k).reshape(p, k, 2)
+        of_samples = key if given else row_keys(key, size).reshape(p, num_samples, 2)
         for i, (prompt, own) in enumerate(zip(prompts, of_samples, strict=True)):
             session.submit(prompt, own, settings, None if temperatures is None else temperatures[i])
-        out = Decoded(
-            tokens=np.full((p, k, t), self.pad_id, np.int32),
-            lengths=np.zeros((p, k), np.int32),
-            token_logprobs=np.zeros((p, k, t), np.float32),
-            has_eos=np.zeros((p, k), bool),
-        )
-        for response in session.run():
-            at = (response.request, response.sample)
-            n = len(response.tokens)
-            out.tokens[at][:n] = response.tokens
-            out.token_logprobs[at][:n] = response.token_logprobs
-            out.lengths[at] = n
-            out.has_eos[at] = response.has_eos
-        return out
+        found = sorted(session.run(), key=lambda y: (y.request, y.sample))
+        return [found[i : i + num_samples] for i in range(0, size, num_samples)]

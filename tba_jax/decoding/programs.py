@@ -1,140 +1,251 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Functions that decoding compiles: reading of prompts, copies to slots, a chunk of steps.
+"""The three programs that decoding compiles: `extend`, `copy` and `run_chunk`.
 
-They are pure functions over arrays; the host (`session`) decides when each runs. A slot holds one
-response. Its cache row has the prompt and then the response; columns [0, length) are valid.
-Invariant: the position of a key depends only on its prompt's length and its index in the response,
-so a response does not depend on its slot, on other slots or on the time of its admission.
+They are pure functions over arrays; the host (`engine`) decides when each runs. A slot holds one
+response. Its cache row has the prompt and then the response; columns before the position of the
+newest token are valid. Prompts are read into rows of a second cache, the pool, and copied from
+there to slots. Invariants: the position of a key depends only on its prompt's length and its index
+in the response, so a response does not depend on its slot, on other slots or on the time of its
+admission. A new temperature or weight version compiles nothing.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Float32, Int
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
 
-from tba_jax.decoding.sampling import RowSettings, random_bits, sample_tokens
+from tba_jax.decoding.requests import MAX_STOP_IDS
+from tba_jax.decoding.sampling import random_bits, sample_tokens
+from tba_jax.decoding.shardings import cache_sharding
+from tba_jax.decoding.stop_strings import StopStrings
+from tba_jax.devices.sharding import placed_shapes
+from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.models import attention, delta, kv_cache, transformer
 from tba_jax.models.architecture import LayerKind
 from tba_jax.models.kv_cache import KVCache, LayerCache, State
 from tba_jax.models.transformer import Params, TransformerConfig
 
+CHUNK_STEPS = 8
+"""Default number of decode steps between two checks by the host."""
+# Widths of the pieces in which prompts are read. As many tokens as the widest piece has are read at
+# a time: enough to be limited by arithmetic. A CPU always is, and padding costs time there.
+_CPU_WIDTHS, _WIDTHS = (128,), (64, 512)
+
 Caches = tuple[LayerCache, ...]
 
 
 class Slots(NamedTuple):
-    """State of n slots on the host; an argument of every chunk.
+    """Responses that the host assigned to n slots; sent to the device when they change.
 
     Attributes:
-        last: int32 [n], the next token that the model reads.
-        length: int32 [n], number of cached tokens, which is the position of `last`.
-        count: int32 [n], number of tokens of the response so far.
-        is_live: bool [n], the slot holds an unfinished response.
+        number: int32 [n], number of the assignment; a slot with a new number starts again.
+        first: int32 [n], last token of the prompt, which the model reads first.
+        start: int32 [n], position of `first`.
         keys: uint32 [n 2], threefry key data of the response.
-        settings: temperature, top_p, top_k of each slot.
-        min_new_tokens, max_new_tokens: int32 [n].
+        temperature, top_p: float32 [n].
+        top_k: int32 [n].
+        min_new_tokens: int32 [n].
+        max_new_tokens: int32 [n]; 0: the slot is empty.
         stop_ids: int32 [n q], tokens that end the response, padded with -1.
     """
 
-    last: Any
-    length: Any
-    count: Any
-    is_live: Any
+    number: Any
+    first: Any
+    start: Any
     keys: Any
-    settings: RowSettings
+    temperature: Any
+    top_p: Any
+    top_k: Any
     min_new_tokens: Any
     max_new_tokens: Any
     stop_ids: Any
 
 
-def empty_slots(num_slots: int, num_stop_ids: int) -> Slots:
+class Progress(NamedTuple):
+    """Progress of the responses in n slots, which stays on the device.
+
+    Attributes:
+        number: int32 [n], number of the assignment.
+        last: int32 [n], the next token that the model reads.
+        count: int32 [n], number of tokens of the response so far.
+        is_live: bool [n], the response has not ended.
+    """
+
+    number: Any
+    last: Any
+    count: Any
+    is_live: Any
+
+
+def empty_slots(num_slots: int, num_stop_ids: int) -> tuple[Slots, Progress]:
     """Return slots without responses, as host arrays."""
-    ints: Any = np.zeros((6, num_slots), np.int32)
+    ints: Any = np.zeros((9, num_slots), np.int32)
     ones: Any = np.ones((2, num_slots), np.float32)
-    return Slots(
-        last=ints[0],
-        length=ints[1],
-        count=ints[2],
-        is_live=np.zeros(num_slots, bool),
+    slots = Slots(
+        number=ints[0],
+        first=ints[1],
+        start=ints[2],
         keys=np.zeros((num_slots, 2), np.uint32),
-        settings=RowSettings(temperature=ones[0], top_p=ones[1], top_k=ints[3]),
+        temperature=ones[0],
+        top_p=ones[1],
+        top_k=ints[3],
         min_new_tokens=ints[4],
         max_new_tokens=ints[5],
         stop_ids=np.full((num_slots, num_stop_ids), -1, np.int32),
     )
-
-
-class Prefixes(NamedTuple):
-    """The first tokens of p prompts, in kept caches.
-
-    Attributes:
-        caches: [r g c e] per layer, of the length of the slots' caches.
-        rows: int32 [p], row of each prompt.
-        lengths: int32 [p], tokens of each prompt in its row.
-    """
-
-    caches: Caches
-    rows: Any
-    lengths: Any
+    return slots, Progress(*ints[6:], is_live=np.zeros(num_slots, bool))
 
 
 class _Carry(NamedTuple):
     step: Int[Array, ""]
-    last: Int[Array, " n"]
-    count: Int[Array, " n"]
-    is_live: Bool[Array, " n"]
+    progress: Progress
     tokens: Int[Array, "m n"]
     logprobs: Float32[Array, "m n"]
     recent: Caches
 
 
-@dataclasses.dataclass(frozen=True)
 class Programs:
-    """The programs of one architecture.
+    """The compiled programs of one architecture; thread-safe.
+
+    Programs are compiled on first use, for each number of slots. They run on the devices of the
+    weights: one device, or the devices of a mesh.
+
+    Args:
+        compute_dtype: dtype of activations, and of cached keys and values.
+        eos_ids: tokens that end a response unless a request says otherwise; may be empty.
+        pad_id: token at positions after the end of a response.
+        prompt_tokens: usual maximum length of a prompt; longer ones are read in several pieces.
+        max_length: maximum number of tokens of a prompt and its response.
+        chunk_steps: m, steps between two checks by the host. A finished slot idles for half a chunk
+            on average; each chunk costs one round trip to the device.
+        site: devices over which weights and caches are sharded; default: the device of the weights.
 
     Attributes:
-        compute_dtype: dtype of activations, and of cached keys and values.
-        kernels: what decides the implementation of attention; has the sharding of the caches.
-        num_steps: m, maximum number of steps of a chunk.
-        pad_id: token at positions after the end of a response.
+        stop_strings: texts that also end a response; initially None.
+        cache_length: columns of every cache, for `max_length` tokens and one chunk.
+        pieces: width of a piece of prompts, ascending -> number of prompts that are read at a time.
+        num_stop_ids: maximum number of tokens that end a response.
+        num_rows: number of rows at the end of a pool into which prompts are read.
+        extend, copy, run_chunk: the jitted programs.
     """
 
-    config: TransformerConfig
-    compute_dtype: Any
-    kernels: attention.Kernels
-    num_steps: int
-    pad_id: int
+    def __init__(
+        self,
+        config: TransformerConfig,
+        *,
+        compute_dtype: Any,
+        eos_ids: Sequence[int],
+        pad_id: int,
+        prompt_tokens: int,
+        max_length: int,
+        chunk_steps: int = CHUNK_STEPS,
+        site: Site = ANY_DEVICE,
+    ):
+        if max_length > config.max_positions:
+            raise ValueError(
+                f"decoding got max_length = {max_length}; the model has {config.max_positions} "
+                "positions. Shorten the prompts or the responses"
+            )
+        self.config, self.compute_dtype = config, jnp.dtype(compute_dtype)
+        self.eos_ids, self.pad_id = tuple(eos_ids), pad_id
+        self.num_stop_ids = max(MAX_STOP_IDS, len(self.eos_ids))
+        self.stop_strings: StopStrings | None = None
+        self.max_length, self.chunk_steps = max_length, chunk_steps
+        self.cache_length = -(-(max_length + chunk_steps) // 8) * 8
+        widths = _CPU_WIDTHS if site.platform in ("any", "cpu") else _WIDTHS
+        longest = max(1, min(prompt_tokens, max_length))
+        self.pieces = {w: max(1, widths[-1] // w) for w in (min(x, longest) for x in widths)}
+        self.num_rows = max(self.pieces.values())
+        self.cache_sharding = cache_sharding(config, site.mesh) if site.is_divided else None
+        self._kernels = attention.Kernels(config.attention, site.platform, self.cache_sharding)
+        self._locked = site.locked
+        self.extend = self._jit(self._extend, donate_argnums=1)
+        self.copy = self._jit(self._copy, donate_argnums=0)
+        self.run_chunk = self._jit(self._run_chunk, donate_argnums=1)
+        unstack = functools.partial(transformer.unstack_layers, config=config)
+        self._unstack = site.locked(jax.jit(unstack))
 
-    def extend(
+    def weights(self, params: Params) -> Params:
+        """Return params in the decoder's layout, a tuple of layers; convert them if necessary."""
+        return params if isinstance(params["layers"], tuple) else self._unstack(params)
+
+    def where(self, weights: Params) -> Sharding:
+        """Return the sharding of arrays that are whole on each device of the weights."""
+        found = self.cache_sharding or jax.tree.leaves(weights)[0].sharding
+        if isinstance(found, NamedSharding):
+            return NamedSharding(found.mesh, PartitionSpec())
+        return found
+
+    def abstract_cache(self, num_rows: int, where: Sharding | None = None) -> Caches:
+        """Return caches as ShapeDtypeStructs, on a mesh sharded by `cache_sharding`.
+
+        Args:
+            where: sharding on one device.
+        """
+        where = self.cache_sharding or where
+        shapes = kv_cache.abstract_layers(
+            self.config, num_rows, self.cache_length, self.compute_dtype
+        )
+        return placed_shapes(shapes, jax.tree.map(lambda _: where, shapes)) if where else shapes
+
+    def new_cache(self, num_rows: int, weights: Params) -> Caches:
+        """Return caches of zeros on the devices of the weights."""
+        shapes = self.abstract_cache(num_rows, self.where(weights))
+
+        def zeros(x: jax.ShapeDtypeStruct) -> Array:
+            return jnp.zeros(x.shape, x.dtype, device=x.sharding)
+
+        return self._locked(lambda: jax.tree.map(zeros, shapes))()
+
+    def _jit(self, program: Callable[..., Any], **options: Any) -> Any:
+        sharding = self.cache_sharding
+        if sharding is None:
+            return self._locked(jax.jit(program, **options))
+        whole = NamedSharding(sharding.mesh, PartitionSpec())  # tokens and progress
+
+        def placed(x: Array) -> Array:
+            return jax.lax.with_sharding_constraint(x, sharding if x.ndim > 2 else whole)
+
+        @functools.wraps(program)
+        def constrained(*args: Any) -> Any:
+            return jax.tree.map(placed, program(*args))
+
+        return self._locked(jax.jit(constrained, **options))
+
+    def _extend(
         self,
         weights: Params,
+        pool: Caches,
         tokens: Int[Array, "p s"],
         lengths: Int[Array, " p"],
-        prefixes: Prefixes | None = None,
+        prefixes: tuple[Int[Array, " p"], Int[Array, " p"]] | None = None,
     ) -> Caches:
-        """Return the caches of prompts: keys and values, or states, per layer.
+        """Return the pool with the caches of p prompts in the first of its last `num_rows` rows.
 
-        Keys and values are [p g s e]; after prefixes [p g c e], as long as the caches of the
-        prefixes. The caches exclude the last token of each prompt. The first decode step reads that
-        token and samples the first token of the response, so that one program samples all tokens.
+        The caches exclude the last token of each prompt. The first decode step reads that token and
+        samples the first token of the response, so that one program samples all tokens.
 
         Args:
             weights: weights in the decoder's layout (`transformer.unstack_layers`).
-            tokens: prompts without their prefixes and without their last token, right-padded.
+            pool: caches [r g c e] per layer; donated.
+            tokens: pieces of prompts: the tokens after their prefixes, right-padded.
             lengths: number of valid tokens in each row, possibly 0.
-            prefixes: the first tokens of the prompts; None: no prompt has a prefix.
+            prefixes: (row in the pool, number of tokens there, possibly 0) of the first tokens of
+                each prompt; None: no prompt has a prefix.
         """
         lengths = jnp.asarray(lengths)
         index = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         visible = attention.causal(index < lengths[:, None], is_right_padded=True)
-        positions, old = index, None
+        positions, old = index, tuple[Any, ...]([None] * self.config.num_layers)
         if prefixes is not None:
-            positions = index + jnp.asarray(prefixes.lengths)[:, None]
-            old = jax.tree.map(lambda x: x[prefixes.rows], prefixes.caches)
+            rows, begins = map(jnp.asarray, prefixes)
+            positions = index + begins[:, None]
+            old = jax.tree.map(lambda x: x[rows], pool)
 
         def append(old: Array, new: Array) -> Array:
             # A start near the end would be moved to the front; so the columns are widened.
@@ -142,14 +253,14 @@ class Programs:
             return _written(wide, new, positions[:, 0])[:, :, : old.shape[2]]
 
         def attend(
-            q: Array, k: Array, v: Array, scores: attention.Scores, layer: int
+            q: Array, k: Array, v: Array, scores: attention.Scores, before: Any
         ) -> tuple[Array, KVCache]:
             new = KVCache(jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2))
-            if old is None:
-                kernels = self.kernels
+            if before is None:
+                kernels = self._kernels
                 out = attention.attend_causal(q, k, v, visible, scores=scores, kernels=kernels)
                 return out, new
-            cache = jax.tree.map(append, old[layer], new)
+            cache = jax.tree.map(append, before, new)
             column, query = jnp.arange(cache.keys.shape[2])[None, None], positions[:, :, None]
             seen = column <= query
             if scores.window is not None:
@@ -158,108 +269,160 @@ class Programs:
             bias = jnp.where(seen, 0.0, attention.MASKED)
             return attention.attend(q, keys, values, bias, scores), cache
 
-        def mix(x: delta.Inputs, layer: int) -> tuple[Array, State]:
-            return delta.mix(x, visible, None if old is None else old[layer], ends=lengths)
+        def mix(x: delta.Inputs, before: Any) -> tuple[Array, State]:
+            if before is not None:  # a prompt without a prefix has no state
+                has_state = positions[:, 0] > 0
+                before = jax.tree.map(lambda y: _where(has_state, y, jnp.zeros_like(y)), before)
+            return delta.mix(x, visible, before, ends=lengths)
 
         ropes = transformer.rotary(positions, self.config)
-        return self._run_layers(weights, tokens, positions, ropes, attend, mix)[1]
+        read = self._run_layers(weights, tokens, positions, ropes, attend, mix, old)[1]
 
-    def copy(
-        self, history: Caches, source: Caches, slots: Int[Array, " a"], rows: Int[Array, " a"]
+        def of_leaf(pool: Array, new: Array) -> Array:
+            at = (len(pool) - self.num_rows, *[0] * (pool.ndim - 1))
+            return jax.lax.dynamic_update_slice(pool, new.astype(pool.dtype), at)
+
+        return jax.tree.map(of_leaf, pool, read)
+
+    def _copy(
+        self,
+        into: Caches,
+        source: Caches,
+        targets: Int[Array, " a"],
+        rows: Int[Array, " a"],
+        num: Int[Array, ""],
     ) -> Caches:
-        """Return `history` with rows of `source` copied to the first columns of slots.
+        """Return `into` with rows of `source` copied to other rows.
 
         Args:
-            history: caches [n g c e] of the slots, per layer; donated.
-            source: caches [p g s e], per layer; s <= c.
-            slots: slot to write for each copy; n means that nothing is written.
+            into: caches [n g c e] per layer; donated.
+            source: caches [r g c e] per layer.
+            targets: row to write for each copy.
             rows: row of `source` for each copy.
+            num: number of copies, at most a.
         """
+        targets, rows = jnp.asarray(targets), jnp.asarray(rows)
 
-        def of_leaf(into: Array, source: Array) -> Array:
-            # Scatter a window into each slot. With `into.at[slots, :, :s]`, columns would be
-            # scattered like slots, and XLA for GPUs would transpose the whole cache and back.
-            windows = jax.lax.ScatterDimensionNumbers(
-                update_window_dims=tuple(range(1, into.ndim)),
-                inserted_window_dims=(0,),
-                scatter_dims_to_operand_dims=(0,),
-            )
-            mode = jax.lax.GatherScatterMode.FILL_OR_DROP
-            at = jnp.asarray(slots)[:, None]
-            return jax.lax.scatter(into, at, source[jnp.asarray(rows)], windows, mode=mode)
+        def one(i: Array, into: Caches) -> Caches:
+            def of_leaf(into: Array, source: Array) -> Array:
+                row = jax.lax.dynamic_index_in_dim(source, rows[i])
+                return jax.lax.dynamic_update_index_in_dim(into, row, targets[i], 0)
 
-        return jax.tree.map(of_leaf, history, source)
+            return jax.tree.map(of_leaf, into, source)
 
-    def run_chunk(
-        self, weights: Params, history: Caches, slots: Slots, *, is_truncated: bool
-    ) -> tuple[Int[Array, "m n"], Float32[Array, "m n"], Caches]:
-        """Return (tokens, log-probs, history) of up to `num_steps` tokens per slot.
+        # One row at a time, because all rows together would be held twice.
+        return jax.lax.fori_loop(0, num, one, into)
 
-        The chunk stops early when no slot is live. A slot whose response has ended gets `pad_id`
-        and log-prob 0 until the end of the chunk. Every live slot needs `num_steps` free columns.
+    def _run_chunk(
+        self, weights: Params, history: Caches, slots: Slots, progress: Progress
+    ) -> tuple[tuple[Array, Array, Array, Array], Caches, Progress]:
+        """Return up to `chunk_steps` tokens per slot, and the caches and the progress after them.
+
+        The first result has the tokens [m n], `pad_id` after the end of a response; their log-probs
+        under the sampling distribution [m n], 0 at padding; the number of tokens of each slot [n];
+        and whether the newest token of a slot is a stop token [n]. The chunk stops early when no
+        slot is live. Every live slot needs `chunk_steps` free columns.
 
         Args:
             weights: weights in the decoder's layout.
             history: caches [n g c e] per layer; donated.
-            slots: state and settings of the slots.
-            is_truncated: static; at least one slot uses top-p or top-k.
+            slots: responses in the slots.
+            progress: progress after the previous chunk.
         """
-        num_steps, num_slots = self.num_steps, len(slots.last)
-        stop_ids, start = jnp.asarray(slots.stop_ids), jnp.asarray(slots.length)
+        slots, progress = jax.tree.map(jnp.asarray, (slots, progress))
+        zero = jnp.zeros_like(slots.first)
+        fresh = Progress(slots.number, slots.first, zero, slots.max_new_tokens > 0)
+        is_old = slots.number == progress.number
+        progress = jax.tree.map(lambda old, new: jnp.where(is_old, old, new), progress, fresh)
+        num_steps, before = self.chunk_steps, progress.count
+        start = slots.start + before
         steps = jnp.arange(num_steps, dtype=jnp.int32)[:, None]
         ropes = transformer.rotary(start[None] + steps, self.config)
-        bits = random_bits(slots.keys, slots.count, num_steps)
+        bits = random_bits(slots.keys, before, num_steps)
 
         def body(carry: _Carry) -> _Carry:
-            step, is_live = carry.step, carry.is_live
-            at_step = jax.tree.map(lambda x: x[step], ropes)
-            uses = _over_caches(history, start, carry)
-            x, recent = self._run_layers(weights, carry.last, start + step, at_step, *uses)
-            hidden = transformer.final_norm(weights, x, config=self.config)
-            logits = transformer.unembed(
-                weights, hidden, config=self.config, compute_dtype=self.compute_dtype
-            )
-            logits = _mask_stops(logits, stop_ids, carry.count < slots.min_new_tokens)
-            tokens, logprobs = sample_tokens(
-                logits, bits[step], slots.settings, is_truncated=is_truncated
-            )
-            tokens = jnp.where(is_live, tokens, self.pad_id)
-            count = carry.count + is_live
-            is_stop = jnp.any(tokens[:, None] == stop_ids, axis=1)
-            return _Carry(
-                step=step + 1,
-                last=tokens,
-                count=count,
-                is_live=is_live & ~is_stop & (count < slots.max_new_tokens),
-                tokens=carry.tokens.at[step].set(tokens),
-                logprobs=carry.logprobs.at[step].set(jnp.where(is_live, logprobs, 0.0)),
-                recent=recent,
-            )
+            angles, words = jax.tree.map(lambda x: x[carry.step], (ropes, bits))
+            return self._step(weights, history, slots, start, angles, words, carry)
 
-        empty = kv_cache.empty_layers(self.config, num_slots, num_steps, self.compute_dtype)
+        empty = kv_cache.empty_layers(self.config, len(start), num_steps, self.compute_dtype)
         first = _Carry(
             step=jnp.int32(0),
-            last=jnp.asarray(slots.last),
-            count=jnp.asarray(slots.count),
-            is_live=jnp.asarray(slots.is_live),
-            tokens=jnp.full((num_steps, num_slots), self.pad_id, jnp.int32),
-            logprobs=jnp.zeros((num_steps, num_slots), jnp.float32),
+            progress=progress,
+            tokens=jnp.full((num_steps, len(start)), self.pad_id, jnp.int32),
+            logprobs=jnp.zeros((num_steps, len(start)), jnp.float32),
             recent=tuple(
                 old if isinstance(old, State) else new
                 for old, new in zip(history, empty, strict=True)
             ),
         )
-        last = jax.lax.while_loop(
-            lambda carry: (carry.step < num_steps) & jnp.any(carry.is_live), body, first
+        end = jax.lax.while_loop(
+            lambda carry: (carry.step < num_steps) & jnp.any(carry.progress.is_live), body, first
         )
         # States are replaced. Finished slots are written, too, but never read.
         written = tuple(
             new
             if isinstance(new, State)
             else jax.tree.map(lambda old, new: _written(old, new, start), old, new)
-            for old, new in zip(history, last.recent, strict=True)
+            for old, new in zip(history, end.recent, strict=True)
         )
-        return last.tokens, last.logprobs, written
+        num, has_eos = end.progress.count - before, _is_stop(end.progress.last, slots)
+        return (end.tokens, end.logprobs, num, has_eos), written, end.progress
+
+    def _step(
+        self,
+        weights: Params,
+        history: Caches,
+        slots: Slots,
+        start: Int[Array, " n"],
+        angles: Mapping[LayerKind, Any],
+        bits: UInt32[Array, "n 2"],
+        carry: _Carry,
+    ) -> _Carry:
+        """Draw one token per slot.
+
+        Args:
+            history: caches before the chunk.
+            start: position of the token that each slot reads in the first step of the chunk.
+            angles, bits: rotary angles and random words of this step.
+        """
+        step, (number, last, count, is_live) = carry.step, carry.progress
+        is_new = attention.causal(jnp.ones((len(start), 1), bool), is_right_padded=True)
+
+        def attend(
+            q: Array, k: Array, v: Array, scores: attention.Scores, caches: Any
+        ) -> tuple[Array, KVCache]:
+            history, recent = caches
+            return attention.attend_cached(q, k, v, history, start, recent, step, scores)
+
+        def mix(x: delta.Inputs, caches: Any) -> tuple[Array, State]:
+            columns = {name: getattr(x, name)[:, None] for name in ("qkv", "decay", "rate")}
+            out, state = delta.mix(x._replace(**columns), is_new, caches[1])
+            # Slots whose response has ended keep their state.
+            kept = jax.tree.map(lambda new, old: _where(is_live, new, old), state, caches[1])
+            return out[:, 0], kept
+
+        caches = tuple(zip(history, carry.recent, strict=True))
+        x, recent = self._run_layers(weights, last, start + step, angles, attend, mix, caches)
+        hidden = transformer.final_norm(weights, x, config=self.config)
+        logits = transformer.unembed(
+            weights, hidden, config=self.config, compute_dtype=self.compute_dtype
+        )
+        # Short responses do not stop. An index outside the vocabulary has no effect.
+        is_masked = (count < slots.min_new_tokens)[:, None] & (slots.stop_ids >= 0)
+        columns = jnp.where(is_masked, slots.stop_ids, logits.shape[1])
+        rows = jnp.arange(len(logits))[:, None]
+        logits = logits.at[rows, columns].set(-jnp.inf, mode="drop")
+        tokens, logprobs = sample_tokens(logits, bits, slots.temperature, slots.top_p, slots.top_k)
+        last, count = jnp.where(is_live, tokens, last), count + is_live
+        goes_on = is_live & ~_is_stop(last, slots) & (count < slots.max_new_tokens)
+        drawn, logprobs = jnp.where(is_live, tokens, self.pad_id), jnp.where(is_live, logprobs, 0)
+        return _Carry(
+            step=step + 1,
+            progress=Progress(number, last, count, goes_on),
+            tokens=carry.tokens.at[step].set(drawn),
+            logprobs=carry.logprobs.at[step].set(logprobs),
+            recent=recent,
+        )
 
     def _run_layers(
         self,
@@ -269,64 +432,43 @@ class Programs:
         ropes: Mapping[LayerKind, Any],
         attend: Callable[..., tuple[Array, KVCache]],
         mix: Callable[..., tuple[Array, State]],
+        caches: tuple[Any, ...],
     ) -> tuple[Float[Array, "*b d"], Caches]:
         """Return the hidden states after all layers, and the cache that each layer returns.
 
         Args:
             ropes: rotary angles of each kind of layer.
-            attend: (q, k, v, scores, index of the layer) -> (output, cache).
-            mix: (inputs of the delta rule, index of the layer) -> (output, state).
+            attend: (q, k, v, scores, cache before) -> (output, cache).
+            mix: (inputs of the delta rule, state before) -> (output, state).
+            caches: cache of each layer before these tokens.
         """
-        config, sharding = self.config, self.kernels.sharding
+        config, sharding = self.config, self._kernels.sharding
         mesh = None if sharding is None else cast("jax.sharding.Mesh", sharding.mesh)
+
+        def layer(params: Params, x: Array, angles: Any, cache: Any, kind: LayerKind) -> Any:
+            def attend_in(q: Array, k: Array, v: Array, sinks: Array | None) -> Any:
+                return attend(q, k, v, transformer.scores_of(kind, config, sinks), cache)
+
+            def mix_in(inputs: delta.Inputs) -> Any:
+                return mix(inputs, cache)
+
+            use = mix_in if kind == "delta" else attend_in
+            return transformer.run_layer(params, x, angles, use, config=config, mesh=mesh)
+
+        # An inner jit traces each kind of layer once; XLA inlines it.
+        run, found = jax.jit(layer, static_argnames="kind"), []
         x = transformer.embed(
             weights, tokens, positions, config=config, compute_dtype=self.compute_dtype
         )
-
-        def attend_in(q: Array, k: Array, v: Array, sinks: Array | None, *, layer: int) -> Any:
-            scores = transformer.scores_of(config.layer_kinds[layer], config, sinks)
-            return attend(q, k, v, scores, layer)
-
-        caches = []
-        for i, (layer, kind) in enumerate(zip(weights["layers"], config.layer_kinds, strict=True)):
-            use = functools.partial(mix if kind == "delta" else attend_in, layer=i)
-            x, cache = transformer.run_layer(layer, x, ropes[kind], use, config=config, mesh=mesh)
-            caches.append(cache)
-        return x, tuple(caches)
+        for params, kind, cache in zip(weights["layers"], config.layer_kinds, caches, strict=True):
+            x, new = run(params, x, ropes[kind], cache, kind=kind)
+            found.append(new)
+        return x, tuple(found)
 
 
-def _over_caches(
-    history: Caches, lengths: Int[Array, " n"], carry: _Carry
-) -> tuple[Callable[..., tuple[Array, KVCache]], Callable[..., tuple[Array, State]]]:
-    """Return `attend` and `mix` of one token per slot, as `_run_layers` calls them.
-
-    Args:
-        history: caches before the chunk.
-        lengths: number of tokens of each slot in them.
-        carry: caches of the chunk.
-    """
-    is_new = attention.causal(jnp.ones((len(carry.last), 1), bool), is_right_padded=True)
-
-    def attend(
-        q: Array, k: Array, v: Array, scores: attention.Scores, layer: int
-    ) -> tuple[Array, KVCache]:
-        caches: Any = {"history": history[layer], "recent": carry.recent[layer]}
-        return attention.attend_cached(
-            q, k, v, **caches, history_length=lengths, index=carry.step, scores=scores
-        )
-
-    def mix(x: delta.Inputs, layer: int) -> tuple[Array, State]:
-        columns = {name: getattr(x, name)[:, None] for name in ("qkv", "decay", "rate")}
-        before = cast("State", carry.recent[layer])
-        out, state = delta.mix(x._replace(**columns), is_new, before)
-
-        def of_live(old: Array, new: Array) -> Array:
-            # Slots whose response has ended keep their state.
-            return jnp.where(carry.is_live.reshape(-1, *[1] * (new.ndim - 1)), new, old)
-
-        return out[:, 0], jax.tree.map(of_live, before, state)
-
-    return attend, mix
+def _where(mask: Bool[Array, " n"], x: Array, y: Array) -> Array:
+    """Return `x` in the rows of the mask and `y` in the others."""
+    return jnp.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, y)
 
 
 @jax.vmap
@@ -335,11 +477,5 @@ def _written(old: Array, new: Array, at: Array) -> Array:
     return jax.lax.dynamic_update_slice(old, new, (0, at, 0))
 
 
-def _mask_stops(
-    logits: Float32[Array, "n v"], stop_ids: Int[Array, "n q"], is_short: Bool[Array, " n"]
-) -> Float32[Array, "n v"]:
-    """Set stop ids to -inf for responses below their minimum length."""
-    # Padding and longer responses get an index outside the vocabulary, which has no effect.
-    columns = jnp.where(is_short[:, None] & (stop_ids >= 0), stop_ids, logits.shape[1])
-    rows = jnp.arange(logits.shape[0])[:, None]
-    return logits.at[rows, columns].set(-jnp.inf, mode="drop")
+def _is_stop(tokens: Int[Array, " n"], slots: Slots) -> Bool[Array, " n"]:
+    return jnp.any(tokens[:, None] == slots.stop_ids, axis=1)

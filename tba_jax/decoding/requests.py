@@ -8,6 +8,9 @@ import numpy as np
 
 from tba_jax.decoding.stop_strings import StopStrings
 
+MAX_STOP_IDS = 32
+"""Maximum number of `SamplingSettings.stop_ids`."""
+
 
 @dataclasses.dataclass(frozen=True)
 class SamplingSettings:
@@ -32,16 +35,14 @@ class SamplingSettings:
     stop_strings: StopStrings | None = None
 
     def __post_init__(self) -> None:
+        most, least = self.max_new_tokens, self.min_new_tokens
         for name, is_valid, wanted in (
-            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("max_new_tokens", most >= 1, "at least 1"),
             ("temperature", 0 <= self.temperature < np.inf, "0 (greedy) or a positive number"),
             ("top_p", 0 < self.top_p <= 1, "a number in (0, 1]; 1 keeps every token"),
             ("top_k", self.top_k >= 0, "0 (off) or a positive number"),
-            (
-                "min_new_tokens",
-                0 <= self.min_new_tokens <= self.max_new_tokens,
-                f"0 to max_new_tokens = {self.max_new_tokens}",
-            ),
+            ("min_new_tokens", 0 <= least <= most, f"0 to max_new_tokens = {most}"),
+            ("stop_ids", len(self.stop_ids or ()) <= MAX_STOP_IDS, f"at most {MAX_STOP_IDS}"),
         ):
             if not is_valid:
                 raise ValueError(f"sampling got {name} = {getattr(self, name)}; wanted {wanted}")
@@ -83,7 +84,7 @@ class Statistics:
         slot_steps: steps times slots; tokens / slot_steps is the share of slots in use.
         prompt_tokens: number of prompt tokens that were prefilled or found in kept caches.
         kept_tokens: number of prompt tokens that were found in kept caches.
-        prefill_s, chunk_s: wall time of prefill calls and of chunks.
+        decode_s: wall time of the session's steps.
     """
 
     tokens: int = 0
@@ -91,5 +92,4 @@ class Statistics:
     slot_steps: int = 0
     prompt_tokens: int = 0
     kept_tokens: int = 0
-    prefill_s: float = 0.0
-    chunk_s: float = 0.0
+    decode_s: float = 0.0

@@ -14,14 +14,12 @@ drawn if its block has at least 2.4e-10 of the probability and the token at leas
 block.
 """
 
-import functools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float32, Int32, UInt32
+from jaxtyping import Array, Float32, Int32, UInt32
 
 # Integer mass of one level. Rounding adds at most half a unit per entry, and the float32 shares of
 # n entries sum to 1 within n / 2^24: cumulative sums stay below 2^31 up to 7,000 entries a level.
@@ -31,21 +29,6 @@ _FULL = 2**31 - 2**20
 _WEIGHT_BITS = 30
 
 Weights = Callable[[Float32[Array, "b n e"]], Float32[Array, "b n e"]]
-
-
-class RowSettings(NamedTuple):
-    """Sampling settings of each row.
-
-    Attributes:
-        temperature: divides the logits; 0 is greedy.
-        top_p: number in (0, 1]. The smallest set of most probable tokens with at least this mass is
-            kept, always with the first token; 1 keeps all.
-        top_k: number of most probable tokens kept, applied before top_p; 0 keeps all.
-    """
-
-    temperature: Float32[Array, " b"]
-    top_p: Float32[Array, " b"]
-    top_k: Int32[Array, " b"]
 
 
 def random_bits(
@@ -72,9 +55,9 @@ def random_bits(
 def sample_tokens(
     logits: Float32[Array, "b v"],
     bits: UInt32[Array, "b 2"],
-    settings: RowSettings,
-    *,
-    is_truncated: bool,
+    temperature: Float32[Array, " b"],
+    top_p: Float32[Array, " b"],
+    top_k: Int32[Array, " b"],
 ) -> tuple[Int32[Array, " b"], Float32[Array, " b"]]:
     """Return (token, its log-prob) of each row.
 
@@ -89,54 +72,57 @@ def sample_tokens(
         logits: unnormalised log-probabilities. -inf forbids a token; at least one logit of a row
             must be finite. NaN or +inf gives the log-prob NaN.
         bits: return value of `random_bits`.
-        settings: settings of each row. top_p and top_k are read only if is_truncated.
-        is_truncated: static; False if no row uses top_p or top_k.
+        temperature: divides the logits; 0 is greedy.
+        top_p: number in (0, 1]. The smallest set of most probable tokens with at least this mass is
+            kept, always with the first token; 1 keeps all.
+        top_k: number of most probable tokens kept, applied before top_p; 0 keeps all.
 
     Returns:
         Tokens, and log-probs in float32, within 1e-6 of the exact value (relative, below -10).
     """
-    size = _block_size(logits.shape[-1])
-    block_max = _reduce_blocks(logits, size, jnp.max)
+    (b, v), size = logits.shape, _block_size(logits.shape[1])
+    # Every use begins with this padding, so that XLA fuses it and stores no array of size v.
+    filled = jnp.pad(logits, ((0, 0), (0, -v % size)), constant_values=-jnp.inf)
+    blocks = filled.reshape(b, -1, size)
+    block_max = _of_blocks(blocks, jnp.max)
     peak = jnp.max(block_max, axis=-1)[:, None, None]
-    is_greedy = settings.temperature == 0
-    temperature = jnp.where(is_greedy, 1, settings.temperature)[:, None, None]
+    is_greedy = temperature == 0
+    divisor = jnp.where(is_greedy, 1, temperature)[:, None, None]
 
     # Only the draw with top-k or top-p stores its [b v] weights, because the search reads them many
     # times. The plain draw recomputes the exponentials of one block, which costs less than a store.
     def tempered(x: Float32[Array, "b n e"]) -> Float32[Array, "b n e"]:
-        return jnp.exp((x - peak) / temperature)
+        return jnp.exp((x - peak) / divisor)
 
-    if is_truncated:
+    def truncated() -> tuple[Array, Array]:
         # The barrier keeps one copy: a second exponential may differ in the last bit, and then a
         # token at the threshold would be in the set of the search but not in that of the draw.
-        source = jax.lax.optimization_barrier(tempered(logits[:, None])[:, 0])
-        least = _least_kept_weight(source, settings.top_p, settings.top_k, size)[:, None, None]
-        token, logprob = _draw(source, lambda w: jnp.where(w >= least, w, 0), bits, size)
-    else:
-        token, logprob = _draw(logits, tempered, bits, size)
+        source = jax.lax.optimization_barrier(tempered(blocks))
+        least = _least_kept_weight(source, top_p, top_k)[:, None, None]
+        return _draw(source, lambda w: jnp.where(w >= least, w, 0), bits)
+
+    is_truncated = jnp.any((top_p < 1) | (top_k > 0))
+    token, logprob = jax.lax.cond(is_truncated, truncated, lambda: _draw(blocks, tempered, bits))
     # The first of the largest logits by blocks: XLA's argmax is ten times slower on CPU.
-    start, entries = _entries(logits, jnp.argmax(block_max, axis=-1).astype(jnp.int32), size)
-    greedy = start + jnp.argmax(entries, axis=-1).astype(jnp.int32)
-    return jnp.where(is_greedy, greedy, token), jnp.where(is_greedy, 0, logprob)
+    block = jnp.argmax(block_max, axis=-1).astype(jnp.int32)
+    entry = jnp.argmax(_entries(blocks, block), axis=-1).astype(jnp.int32)
+    return jnp.where(is_greedy, block * size + entry, token), jnp.where(is_greedy, 0, logprob)
 
 
 def _draw(
-    source: Float32[Array, "b v"], weights: Weights, bits: UInt32[Array, "b 2"], size: int
+    blocks: Float32[Array, "b n e"], weights: Weights, bits: UInt32[Array, "b 2"]
 ) -> tuple[Int32[Array, " b"], Float32[Array, " b"]]:
-    """Return (token, log-prob) of a draw in proportion to weights(source)."""
-    block_weights = _reduce_blocks(source, size, lambda x, axis: jnp.sum(weights(x), axis=axis))
-    block = _invert(_fixed_point(block_weights), bits[:, 0])
-    start, entries = _entries(source, block, size, weights)
+    """Return (token, log-prob) of a draw in proportion to weights(blocks)."""
+    sums = _of_blocks(blocks, lambda x, axis: jnp.sum(weights(x), axis=axis))
+    block = _invert(_fixed_point(sums), bits[:, 0])
+    entries = weights(_entries(blocks, block)[:, None])[:, 0]
     entry = _invert(_fixed_point(entries), bits[:, 1])
     weight = jnp.take_along_axis(entries, entry[:, None], axis=-1)[:, 0]
-    return start + entry, jnp.log(weight / jnp.sum(block_weights, axis=-1))
+    return block * blocks.shape[2] + entry, jnp.log(weight / jnp.sum(sums, axis=-1))
 
 
 def _least_kept_weight(
-    weights: Float32[Array, "b v"],
-    top_p: Float32[Array, " b"],
-    top_k: Int32[Array, " b"],
-    size: int,
+    weights: Float32[Array, "b n e"], top_p: Float32[Array, " b"], top_k: Int32[Array, " b"]
 ) -> Float32[Array, " b"]:
     """Return the smallest weight that top-k and then top-p keep; the largest weight of a row is 1.
 
@@ -152,34 +138,28 @@ def _least_kept_weight(
         def values(w: Array, axis: int) -> Array:
             return jnp.sum(jnp.where(w >= t[:, None, None], 1 if counts else w, 0.0), axis=axis)
 
-        return jnp.sum(_reduce_blocks(weights, size, values), axis=-1)
+        return jnp.sum(_of_blocks(weights, values), axis=-1)
 
-    def search(
-        is_used: Bool[Array, " b"], goal: Callable[[], Array], least: Array, *, counts: bool
-    ) -> Float32[Array, " b"]:
-        """Return the largest t of rows that use the filter, `least` of the others."""
+    def largest(wanted: Float32[Array, " b"], counts: bool) -> Float32[Array, " b"]:
+        def refine(i: Array, pattern: Array) -> Array:
+            candidate = pattern | (1 << (_WEIGHT_BITS - 1 - i))
+            t = jax.lax.bitcast_convert_type(candidate, jnp.float32)
+            return jnp.where(total(t, counts) >= wanted, candidate, pattern)
 
-        def run() -> Array:
-            wanted = goal()
+        pattern = jax.lax.fori_loop(0, _WEIGHT_BITS, refine, jnp.zeros(wanted.shape, jnp.int32))
+        return jax.lax.bitcast_convert_type(pattern, jnp.float32)
 
-            def refine(i: Array, pattern: Array) -> Array:
-                candidate = pattern | (1 << (_WEIGHT_BITS - 1 - i))
-                t = jax.lax.bitcast_convert_type(candidate, jnp.float32)
-                return jnp.where(total(t, counts) >= wanted, candidate, pattern)
+    def by_count() -> Float32[Array, " b"]:
+        return jnp.where(top_k > 0, largest(top_k.astype(jnp.float32), True), 0.0)
 
-            start = jnp.zeros(least.shape, jnp.int32)
-            pattern = jax.lax.fori_loop(0, _WEIGHT_BITS, refine, start)
-            return jnp.where(is_used, jax.lax.bitcast_convert_type(pattern, jnp.float32), least)
+    least = jax.lax.cond(jnp.any(top_k > 0), by_count, lambda: jnp.zeros_like(top_p))
 
-        return jax.lax.cond(jnp.any(is_used), run, lambda: least)
+    def by_mass() -> Float32[Array, " b"]:
+        # At top_p 0 the token with the largest weight, which is 1, remains.
+        wanted = jnp.maximum(top_p * total(least, False), jnp.finfo(jnp.float32).tiny)
+        return jnp.where(top_p < 1, largest(wanted, False), least)
 
-    v, least = weights.shape[-1], jnp.zeros(top_p.shape, jnp.float32)
-    k = jnp.clip(top_k, 1, v).astype(jnp.float32)
-    least = search((top_k > 0) & (top_k < v), lambda: k, least, counts=True)
-    # At top_p 0 the token with the largest weight, which is 1, remains.
-    tiny = jnp.finfo(jnp.float32).tiny
-    mass = functools.partial(total, least, counts=False)
-    return search(top_p < 1, lambda: jnp.maximum(top_p * mass(), tiny), least, counts=False)
+    return jax.lax.cond(jnp.any(top_p < 1), by_mass, lambda: least)
 
 
 def _fixed_point(weights: Float32[Array, "b n"]) -> Int32[Array, "b n"]:
@@ -209,38 +189,19 @@ def _high_product(a: UInt32[Array, " b"], b: UInt32[Array, " b"]) -> UInt32[Arra
     return a_high * b_high + (cross_a >> 16) + (cross_b >> 16) + (carry >> 16)
 
 
-def _reduce_blocks(
-    x: Float32[Array, "b v"], size: int, reduce: Callable[..., Array]
+def _of_blocks(
+    blocks: Float32[Array, "b n e"], reduce: Callable[..., Array]
 ) -> Float32[Array, "b n"]:
-    """Return reduce([b n size], axis=-1), with the last block padded by -inf.
+    """Return reduce(blocks, axis=-1).
 
-    Padding and reshaping come before the arithmetic inside `reduce`, so that XLA fuses them with it
-    and stores no array of size v. (Slicing off the last block would make XLA copy the rest.) The
-    barrier prevents XLA from merging this sum with a later sum over the blocks: the merged sum
+    The barrier prevents XLA from merging this sum with a later sum over the blocks: the merged sum
     would read all v entries again, as one long float32 sum.
     """
-    b, v = x.shape
-    filled = jnp.pad(x, ((0, 0), (0, -v % size)), constant_values=-jnp.inf)
-    return jax.lax.optimization_barrier(reduce(filled.reshape(b, -1, size), axis=-1))
+    return jax.lax.optimization_barrier(reduce(blocks, axis=-1))
 
 
-def _entries(
-    x: Float32[Array, "b v"], block: Int32[Array, " b"], size: int, weights: Weights | None = None
-) -> tuple[Int32[Array, " b"], Float32[Array, "b e"]]:
-    """Return (start, x[start : start + size]) of each row, a slice that contains the row's block.
-
-    If the last block is short, the slice begins with entries of the previous block.
-
-    Args:
-        weights: applied to the entries; entries of the previous block become 0. None: neither.
-    """
-    start = jnp.minimum(block * size, x.shape[-1] - size)
-    found = jax.vmap(lambda row, i: jax.lax.dynamic_slice(row, (i,), (size,)))(x, start)
-    if weights is not None:
-        index = start[:, None] + jnp.arange(size, dtype=jnp.int32)[None]
-        is_own = index >= (block * size)[:, None]
-        found = jnp.where(is_own, weights(found[:, None])[:, 0], 0)
-    return start, found
+def _entries(blocks: Float32[Array, "b n e"], block: Int32[Array, " b"]) -> Float32[Array, "b e"]:
+    return jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
 
 
 def _block_size(vocab_size: int) -> int:

@@ -5,12 +5,11 @@ import math
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from tba_jax.devices.sharding import AXIS_RULES, placed_shapes, tree_shardings
 from tba_jax.models import quantized, transformer
-from tba_jax.models.architecture import has_leaf
+from tba_jax.models.architecture import LayerKind, has_leaf
 from tba_jax.models.quantized import Quantization
 from tba_jax.models.transformer import Params, TransformerConfig
 
@@ -26,22 +25,24 @@ def weight_shardings(
     Raises:
         ValueError: the mesh does not divide the model.
     """
-    axes, units = dict(transformer.param_axes(config)), transformer.abstract_params(config)
-    # Name -> logical axes and shape. In matrices, heads and head_dim are merged; the merged axis is
-    # divided by whole heads.
-    layers: dict[str, tuple[tuple, tuple[int, ...]]] = {}
-    for name, names in axes["layers"].items():
-        is_matrix, shape = name in quantized.MATRICES, units["layers"][name].shape
-        at = [i for i, x in enumerate(names) if i and not (is_matrix and x == "head_dim")]
-        layers[name] = tuple(names[i] for i in at), tuple(shape[i] for i in at)
-        if is_matrix and quantization != "none":
-            (*outer, _, axis), (*sizes, _, size) = layers[name]
-            layers[quantized.scale_name(name)] = (*outer, axis), (*sizes, size)
-    of_kind = [[n for n in layers if has_leaf(kind, n)] for kind in config.layer_kinds]
-    axes["layers"] = tuple({n: layers[n][0] for n in names} for names in of_kind)
-    shapes = {n: jax.ShapeDtypeStruct(shape, jnp.float32) for n, (_, shape) in layers.items()}
-    units = {**units, "layers": tuple({n: shapes[n] for n in names} for names in of_kind)}
-    return tree_shardings(axes, units, mesh)
+    axes, shapes = transformer.param_axes(config), transformer.abstract_params(config)
+    found = dict(tree_shardings(axes, shapes, mesh))
+
+    def of_layer(kind: LayerKind) -> dict[str, NamedSharding]:
+        parts = {}
+        for name in (x for x in shapes["layers"] if has_leaf(kind, x)):
+            is_matrix, names = name in quantized.MATRICES, axes["layers"][name]
+            spec = found["layers"][name].spec
+            spec = (*spec, *[None] * (len(names) - len(spec)))
+            # In matrices, heads and head_dim are merged; whole heads divide the merged axis.
+            at = [i for i, x in enumerate(names) if i and not (is_matrix and x == "head_dim")]
+            parts[name] = NamedSharding(mesh, PartitionSpec(*(spec[i] for i in at)))
+            if is_matrix and quantization != "none":
+                of_scale = (spec[i] for i in (*at[:-2], at[-1]))
+                parts[quantized.scale_name(name)] = NamedSharding(mesh, PartitionSpec(*of_scale))
+        return parts
+
+    return {**found, "layers": tuple(of_layer(kind) for kind in config.layer_kinds)}
 
 
 def abstract_weights(

@@ -20,10 +20,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tba_jax.decoding.engine import Decoder
+from tba_jax.decoding.engine import Decoder, Session
 from tba_jax.decoding.keys import fold_in
 from tba_jax.decoding.requests import Response, SamplingSettings, Statistics
-from tba_jax.decoding.session import Session
 from tba_jax.decoding.stop_strings import StopStrings
 from tba_jax.environments.pool import Ended, Environment, EnvironmentPool, Request
 from tba_jax.flow.trajectory import FinishReason, Prompt, paths_of
@@ -426,7 +425,6 @@ def open_session(
     environments: EnvironmentPool | None,
     *,
     num_slots: int,
-    num_samples: int,
     version: int = 0,
 ) -> SingleTurnSession:
     """Return a session of episodes, without requests.
@@ -436,13 +434,11 @@ def open_session(
         params: weights, on the devices to run on.
         environments: environments of the task; None: episodes of one turn.
         num_slots: number of turns sampled at a time.
-        num_samples: samples per prompt, which determine the number of prompts in a prefill call.
         version: version of the weights.
     """
     session = decoder.session(
         params,
         num_slots=num_slots,
-        prefill_prompts=-(-num_slots // num_samples),
         version=version,
         keeps_caches=environments is not None,
     )

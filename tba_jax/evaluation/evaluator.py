@@ -107,9 +107,7 @@ class ShardEvaluator:
             params: weights on these devices.
         """
         n, prompts, params = self.num_samples, ticket.prompts, self.decoder.weights(params)
-        session = open_session(
-            self.decoder, params, self.environments, num_slots=self.num_slots, num_samples=n
-        )
+        session = open_session(self.decoder, params, self.environments, num_slots=self.num_slots)
         numbers = np.arange(ticket.first * n, (ticket.first + len(prompts)) * n)
         keys = fold_in(key_data(jax.random.key(0)), numbers).reshape(-1, n, 2)
         temperatures = np.full(n, self.sampling.temperature)

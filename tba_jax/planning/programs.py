@@ -18,14 +18,13 @@ from jax.sharding import SingleDeviceSharding
 
 from tba_jax.config.resolved import remat_of, writes_versions
 from tba_jax.config.schema import Config
-from tba_jax.decoding.compiled import ADDED_TOKENS, EXTEND_TOKENS, PREFILL_TOKENS
 from tba_jax.decoding.engine import Decoder
+from tba_jax.decoding.programs import empty_slots
 from tba_jax.decoding.shardings import abstract_weights
 from tba_jax.devices.placement import Division
 from tba_jax.devices.sharding import placed_shapes
 from tba_jax.devices.site import Site
 from tba_jax.flow.layout import Batch
-from tba_jax.flow.padding import padded_lengths
 from tba_jax.models import lora
 from tba_jax.models.quantized import Quantization
 from tba_jax.models.tokenizer import Tokenizer
@@ -163,22 +162,11 @@ class _Run:
         return model_parts.make_decoder(self.config, self.model_config, Ids(), site)
 
     @property
-    def prefill(self) -> tuple[int, int]:
-        """Number and padded length in tokens of the prompts of the largest prefill call.
-
-        One call prefills prompts for all slots, up to a limit of tokens, as in a session. With an
-        environment, the prompt of a turn contains all earlier turns.
-        """
-        length, search = self.decoder.prompt_buckets[-1], self.config.search
-        prompts = -(-search.slots // search.samples_per_prompt)
-        return max(1, min(prompts, PREFILL_TOKENS // length)), length
-
-    @property
     def caches(self) -> dict[str, float]:
         """Bytes per device of a searcher's caches."""
         cache = shard_bytes(self.decoder.abstract_cache(self.config.search.slots))
         waiting = {_WAITING: cache} if self.config.task.environment else {}
-        prefilled = shard_bytes(self.decoder.abstract_cache(*self.prefill))
+        prefilled = shard_bytes(self.decoder.abstract_cache(self.decoder.num_rows))
         return {"KV cache": cache, "prefilled prompts": prefilled, **waiting}
 
     def weights(self, quantization: Quantization = "none") -> Any:
@@ -258,14 +246,13 @@ def _searcher_programs(run: _Run) -> list[Planned]:
     """Return the programs of a searcher; a decode step reads all weights and the whole cache."""
     config, decoder, model = run.config, run.decoder, run.model_config
     size, slots = run.placement.searcher_meshes[0].size, config.search.slots
-    weights, (prompts, length) = run.weights(config.search.quantization), run.prefill
-    lowered = decoder.lower_all(
-        weights, num_slots=slots, prompt_length=length, prefill_prompts=prompts
-    )
-    held, caches = {"parameters": shard_bytes(weights)}, run.caches
-    read, cached, prefilled = *held.values(), caches["KV cache"], caches["prefilled prompts"]
-    cache, written = {"KV cache": cached}, {"prefilled prompts": prefilled}
-    copied = prefilled + shard_bytes(decoder.abstract_cache(slots, length))
+    weights, pieces = run.weights(config.search.quantization), decoder.pieces
+    length, prompts = max(pieces.items())
+    keeps, chunk = bool(config.task.environment), decoder.chunk_steps
+    lowered = lower_decoder(decoder, weights, num_slots=slots, num_kept=slots * keeps)
+    held, pool = {"parameters": shard_bytes(weights)}, run.caches
+    read, cached = *held.values(), pool.pop("KV cache")
+    cache = {"KV cache": cached}
     # of forward and backward pass
     flops = roofline.train_flops(model, num_rows=prompts, prompt_tokens=length, response_tokens=0)
     step = roofline.decode_work(
@@ -275,38 +262,61 @@ def _searcher_programs(run: _Run) -> list[Planned]:
         prompt_tokens=decoder.cache_length,
         response_lengths=[1] * slots,
     )
-    buckets, chunk = len(padded_lengths(config.task.max_prompt_tokens)), decoder.chunk_steps
-    is_plain = config.search.top_p == 1 and not config.search.min_new_tokens
+    names = ["extend"] if keeps else ["prefill"]
+    if config.task.max_prompt_tokens > length and not keeps:
+        names.append("extend")  # reads the later pieces of prompts
     found = [
         Planned(
-            Program("prefill", "searcher", flops / 3 / size, read + prefilled, buckets),
-            lowered["prefill"],
-            held,
-            result="prefilled prompts",
-        ),
-        Planned(
-            Program("copy", "searcher", 0.0, copied, buckets), lowered["copy"], cache | written
-        ),
+            Program(name, "searcher", flops / 3 / size, read + sum(pool.values()), len(pieces)),
+            lowered[name],
+            held | pool,
+        )
+        for name in names
+    ]
+    found += [
+        Planned(Program("copy", "searcher", 0.0, 2 * cached), lowered["copy"], cache | pool),
         Planned(
             Program(
                 "decode_chunk", "searcher", chunk * step.num_flops / size, chunk * (read + cached)
             ),
-            lowered["chunk" if is_plain else "chunk_truncated"],
+            lowered["chunk"],
             held | cache,
         ),
     ]
-    if config.task.environment:
-        flops = 2.0 * roofline.matrix_entries(model) * EXTEND_TOKENS / size
-        found.append(
-            Planned(
-                Program("extend", "searcher", flops, read + cached, len(ADDED_TOKENS) + 1),
-                lowered["extend"],
-                held | {_WAITING: cached},  # lowered as the cache of the slots
-            )
-        )
     if run.policy.adapters is not None:
         found.append(_merge(run))
     return found
+
+
+def lower_decoder(
+    decoder: Decoder, weights: Any, *, num_slots: int, num_kept: int = 0
+) -> dict[str, Callable[[], jax.stages.Lowered]]:
+    """Return {name: function that lowers the program} of a decode session.
+
+    Lowering needs neither weights nor attached devices; `jax.experimental.topologies` suffices.
+    `prefill` is `extend` without prefixes.
+
+    Args:
+        weights: return value of `abstract_weights`, on the devices to compile for.
+        num_kept: number of kept caches.
+    """
+
+    def ints(*shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, jnp.int32)
+
+    n, where = num_slots, decoder.where(weights)
+    width, size = max(decoder.pieces.items())
+    rows = n, num_kept + decoder.num_rows
+    history, pool = (decoder.abstract_cache(num, where) for num in rows)
+    slots = jax.eval_shape(lambda: empty_slots(n, decoder.num_stop_ids))
+    slots = _abstract(slots, jax.tree.map(lambda _: where, slots))
+    read = weights, pool, ints(size, width), ints(size)
+    return {
+        "prefill": functools.partial(decoder.extend.lower, *read, None),
+        "extend": functools.partial(decoder.extend.lower, *read, (ints(size), ints(size))),
+        "copy": functools.partial(decoder.copy.lower, history, pool, ints(n), ints(n), ints()),
+        "chunk": functools.partial(decoder.run_chunk.lower, weights, history, *slots),
+    }
 
 
 def _merge(run: _Run) -> Planned:

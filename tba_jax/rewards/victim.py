@@ -20,7 +20,6 @@ import numpy as np
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.devices.site import Site, any_device
-from tba_jax.flow.padding import length_buckets
 from tba_jax.models import model as models
 from tba_jax.models.transformer import Params
 from tba_jax.rewards.batches import judge_dtype
@@ -97,7 +96,7 @@ class VictimReward(RewardSource):
             compute_dtype=dtype,
             eos_ids=self._tokenizer.eos_ids,
             pad_id=self._tokenizer.pad_id,
-            prompt_buckets=length_buckets(self._longest, 4),
+            prompt_tokens=self._longest,
             max_length=self._longest + limits.new_tokens,
             site=self._any_device,
         )
@@ -165,8 +164,6 @@ class VictimReward(RewardSource):
             settings=SamplingSettings(new_tokens, temperature=_TEMPERATURE, top_p=_TOP_P),
             num_slots=_SLOTS,
         )
-        tokens = decoded.tokens.reshape(-1, decoded.tokens.shape[-1])
-        pairs = zip(tokens, decoded.lengths.reshape(-1), strict=True)
-        texts = self._tokenizer.batch_decode([row[:length] for row, length in pairs])
+        texts = self._tokenizer.batch_decode([y.tokens for row in decoded for y in row])
         logprobs = self._classify([attack for attack in attacks for _ in range(n)], texts)
         return logprobs.reshape(len(attacks), n)

@@ -13,14 +13,14 @@ from jax.sharding import Mesh
 
 from tba_jax.config.resolved import remat_of, shares_prompts
 from tba_jax.config.schema import Config
-from tba_jax.decoding.compiled import CHUNK_STEPS
 from tba_jax.decoding.engine import Decoder
+from tba_jax.decoding.programs import CHUNK_STEPS
 from tba_jax.decoding.shardings import weight_shardings
 from tba_jax.decoding.stop_strings import StopStrings
 from tba_jax.devices.sharding import batch_axes, hand_over
 from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.flow.layout import RowLayout
-from tba_jax.flow.padding import Padding, length_buckets, padded_lengths
+from tba_jax.flow.padding import Padding, padded_lengths
 from tba_jax.models import lora
 from tba_jax.models import model as models
 from tba_jax.models.quantized import Quantization
@@ -152,7 +152,7 @@ def make_decoder(
     Raises:
         ValueError: as `longest_sequence`; or search.stop_ids has an ID that is no token.
     """
-    longest, first = longest_sequence(config, model_config), config.task.max_prompt_tokens
+    longest = longest_sequence(config, model_config)
     ids, max_new_tokens = end_ids(config, tokenizer), config.search.max_new_tokens
     if max(ids, default=0) >= model_config.vocab_size:
         raise ValueError(
@@ -160,18 +160,12 @@ def make_decoder(
             f"{model_path(config)} has ids 0 to {model_config.vocab_size - 1}. Give ids of its "
             "tokenizer"
         )
-    buckets = padded_lengths(first)
-    if config.objective.built.value("vine_tokens"):  # a prompt with the beginning of a response
-        buckets = (*buckets, longest)
-    if config.task.environment:  # prompts of later turns contain all earlier turns
-        later = length_buckets(longest, max(2, len(padded_lengths(first))))
-        buckets = (*buckets, *(n for n in later if n > first))
     decoder = Decoder(
         model_config,
         compute_dtype=jnp.dtype(config.model.compute_dtype),
         eos_ids=ids,
         pad_id=tokenizer.pad_id,
-        prompt_buckets=buckets,
+        prompt_tokens=config.task.max_prompt_tokens,
         max_length=longest,
         # A finished slot idles for half a chunk on average, which matters for short responses.
         chunk_steps=min(CHUNK_STEPS, max(1, max_new_tokens // 4)),

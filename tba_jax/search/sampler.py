@@ -88,7 +88,6 @@ class Sampler:
             published.params,
             self.environments,
             num_slots=self.settings.slots,
-            num_samples=self.settings.samples_per_prompt,
             version=published.version,
         )
         return GroupSession(self, session)

@@ -150,7 +150,7 @@ class Searcher:
         """Decode one chunk, and queue finished tickets for grading."""
         ended = groups.run() if self.parts.waits_for_all else groups.step()
         spent = groups.session.statistics
-        per_token = (spent.chunk_s + spent.prefill_s) / max(1, spent.tokens)
+        per_token = spent.decode_s / max(1, spent.tokens)
         for number, group in ended.items():
             decode_s = per_token * sum(y.num_sampled for y in group.episodes)
             self._ended.put(_Ended(self._begun.pop(number), group, decode_s))

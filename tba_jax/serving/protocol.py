@@ -16,14 +16,12 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from tba_jax.decoding.keys import fold_in
-from tba_jax.decoding.requests import SamplingSettings
+from tba_jax.decoding.requests import MAX_STOP_IDS, SamplingSettings
 from tba_jax.decoding.stop_strings import StopStrings
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.serving.chat import ChatFormat, Messages
 
 Kind = Literal["generate", "completions", "chat"]
-MAX_STOP_IDS = 32
-"""Maximum number of tokens that may end a response."""
 MAX_SAMPLES = 128
 """Maximum number of samples of a request."""
 

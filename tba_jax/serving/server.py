@@ -28,7 +28,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 import tba_jax
-from tba_jax.decoding.session import Session
+from tba_jax.decoding.engine import Session
 from tba_jax.serving.protocol import (
     ApiError,
     Call,

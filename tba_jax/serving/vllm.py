@@ -167,12 +167,11 @@ class InferenceServer:
         params: Any,
         *,
         num_slots: int,
-        prefill_prompts: int = 1,
         version: int = 0,
         keeps_caches: bool = False,
     ) -> "ServerSession":
         """Return an empty session; `params` are adapters, other arguments as in `Decoder`."""
-        del prefill_prompts, keeps_caches
+        del keeps_caches
         return ServerSession(self, num_slots, params, version)
 
     def acquire(self, version: int, adapters: Any) -> Adapter:
@@ -476,7 +475,7 @@ class ServerSession:
             wait_s = 0.0
         self._num_open -= len(found)
         self.statistics.tokens += sum(len(y.tokens) for y in found)
-        self.statistics.chunk_s += time.perf_counter() - start_s
+        self.statistics.decode_s += time.perf_counter() - start_s
         return found
 
     def run(self) -> Iterator[Response]:

@@ -111,7 +111,7 @@ def test_a_side_that_computes_something_else_is_an_error(loss, is_equal, capsys,
 
 
 def check_decode(result):
-    assert result["num_slots"] == 16 and result["recompiled"] == 0
+    assert result["num_slots"] == 16
     # 512 responses that end with a probability of 1/8 at each token, cut at 24: 7.7 on average.
     assert 6 < result["response_length"] < 9.5
     assert 0 < result["roofline_share"] and 0 < result["slot_share"] <= 1

@@ -35,13 +35,13 @@ def test_the_model_learns_to_write_its_responses_and_to_end_them(tmp_path, capsy
     config, params, _ = load_folder(out)
     tokenizer = Tokenizer.load(out)
     ids = {"eos_ids": tokenizer.eos_ids, "pad_id": tokenizer.pad_id}
-    decoder = Decoder(config, compute_dtype=np.float32, prompt_buckets=(4,), max_length=12, **ids)
+    decoder = Decoder(config, compute_dtype=np.float32, prompt_tokens=4, max_length=12, **ids)
     prompts = [tokenizer.encode(row.get("prompt", ""), add_bos=True) for row in rows]
     greedy = SamplingSettings(8, temperature=0.0)
     key = jax.random.key(0)
     decoded = decoder.decode(params, prompts, num_samples=1, key=key, settings=greedy)
-    texts = tokenizer.batch_decode(decoded.tokens[:, 0])
-    assert texts == ["1+1", "-2+7"] and decoded.has_eos.all()
+    texts = tokenizer.batch_decode([row[0].tokens for row in decoded])
+    assert texts == ["1+1", "-2+7"] and all(row[0].has_eos for row in decoded)
     with pytest.raises(ValueError, match="the folder is not empty. Give a new one"):
         sft.main(arguments)
 

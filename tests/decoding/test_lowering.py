@@ -21,6 +21,7 @@ from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.decoding.shardings import abstract_weights
 from tba_jax.devices.site import Site
 from tba_jax.planning.estimates import shard_bytes
+from tba_jax.planning.programs import lower_decoder
 
 # As wide as a vector register where it matters: the compiler for TPU pads narrower heads, and then
 # the figures below say nothing about the cache.
@@ -50,7 +51,7 @@ def tpus():
     return topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
 
 
-def lowered(devices, dtype, **sizes):
+def lowered(devices, dtype):
     """A decoder, and {name: function that lowers the program} on a mesh of these devices."""
     mesh = Mesh(np.array(devices), ("model",))
     decoder = Decoder(
@@ -58,29 +59,38 @@ def lowered(devices, dtype, **sizes):
         compute_dtype=dtype,
         eos_ids=(0,),
         pad_id=1,
-        prompt_buckets=(128,),
+        prompt_tokens=128,
         max_length=1016,
         site=Site(mesh),
     )
     weights = abstract_weights(CONFIG, dtype, mesh)
-    return decoder, decoder.lower_all(weights, num_slots=16, prompt_length=128, **sizes)
+    return decoder, lower_decoder(decoder, weights, num_slots=16)
 
 
-def test_a_session_runs_the_programs_that_were_lowered():
-    """No program is traced that lower_all has not traced at the same sizes."""
+def shapes_of(args):
+    return [(x.shape, jnp.dtype(x.dtype)) for x in jax.tree.leaves(args)]
+
+
+def test_a_session_runs_the_programs_that_were_lowered(monkeypatch):
+    """Arguments of a session's programs have the shapes that were lowered, and no others."""
     decoder, programs = lowered(jax.devices()[:1], jnp.float32)
-    for name in ("prefill", "copy", "chunk"):
-        programs[name]()
-    assert decoder.compile_count == 3
-    for temperature in (0.0, 1.0):
-        decoder.decode(
-            random_params(CONFIG),
-            [np.array([3, 4, 5], np.int32)],
-            num_samples=16,
-            key=jax.random.key(0),
-            settings=SamplingSettings(max_new_tokens=3, temperature=temperature),
-        )
-    assert decoder.compile_count == 3
+    names = {"extend": "prefill", "copy": "copy", "run_chunk": "chunk"}
+    for method, name in names.items():
+        wanted, run = shapes_of(programs[name]().in_avals), getattr(decoder, method)
+
+        def checked(*args, wanted=wanted, run=run):
+            assert shapes_of(args) == wanted
+            return run(*args)
+
+        monkeypatch.setattr(decoder, method, checked)
+    found = decoder.decode(
+        random_params(CONFIG),
+        [np.array([3, 4, 5], np.int32)],
+        num_samples=16,
+        key=jax.random.key(0),
+        settings=SamplingSettings(max_new_tokens=3, top_p=0.5),
+    )
+    assert len(found[0]) == 16
 
 
 @pytest.mark.parametrize(
@@ -88,15 +98,13 @@ def test_a_session_runs_the_programs_that_were_lowered():
     [
         ("cpu", 1, ["copy", "chunk"]),
         pytest.param("tpu", 1, ["prefill", "copy", "chunk"], marks=NEEDS_LIBTPU),
-        pytest.param(
-            "tpu", 4, ["prefill", "extend", "copy", "chunk_truncated"], marks=NEEDS_LIBTPU
-        ),
+        pytest.param("tpu", 4, ["prefill", "extend", "copy", "chunk"], marks=NEEDS_LIBTPU),
     ],
 )
 def test_programs_compile_and_the_cache_is_donated_and_never_copied(platform, num_devices, names):
     devices = tpus() if platform == "tpu" else jax.devices()
     dtype = jnp.dtype(jnp.bfloat16 if platform == "tpu" else jnp.float32)
-    decoder, programs = lowered(devices[:num_devices], dtype, prefill_prompts=2)
+    decoder, programs = lowered(devices[:num_devices], dtype)
     size = shard_bytes(decoder.abstract_cache(16))
     # Keys and values, layers, slots, heads, columns, head_dim.
     assert size == 2 * 2 * 16 * 4 * 1024 * 128 * dtype.itemsize / num_devices

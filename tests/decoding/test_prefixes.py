@@ -11,7 +11,6 @@ from fake_models import random_params, tiny_config
 
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.keys import row_keys
-from tba_jax.decoding.prefixes import PrefixRows
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.decoding.stop_strings import StopStrings
 
@@ -21,13 +20,13 @@ ADDED = [(), (3, 3, 7), tuple(range(3, 13))]  # observations after each turn; 0 
 
 
 def make_decoder(config, **changes):
-    arguments = {"prompt_buckets": (6, 56), "max_length": 56, "chunk_steps": 4, **changes}
+    arguments = {"prompt_tokens": 6, "max_length": 56, "chunk_steps": 4, **changes}
     return Decoder(config, compute_dtype=jnp.float32, eos_ids=(0,), pad_id=2, **arguments)
 
 
 def talked(decoder, params, keeps, *, change=lambda session, turn: None, settings=None):
     """Responses of three conversations, turn by turn, and the session."""
-    session = decoder.session(params, num_slots=3, prefill_prompts=3, keeps_caches=keeps)
+    session = decoder.session(params, num_slots=3, keeps_caches=keeps)
     settings = settings or SamplingSettings(TOKENS, stop_ids=())
     conversations, found = PROMPTS, []
     for turn in range(TURNS):
@@ -98,16 +97,25 @@ def test_a_state_after_the_end_of_a_stop_string_is_not_kept():
         assert session.statistics.kept_tokens > 0 or family == "qwen3_5_text"
 
 
-def test_the_longest_prefix_is_found_and_the_oldest_evicted():
-    tokens = np.arange(10, dtype=np.int32)
-    prefixes = PrefixRows(2)
-    first, second = prefixes.put(tokens[:2]), prefixes.put(tokens[:5])
-    assert prefixes.find(tokens) == (second, 5)
-    assert prefixes.find(tokens[:5]) == (first, 2)  # the last token is not in a cache
-    assert not prefixes.find(tokens[1:])[1]
-    assert prefixes.put(tokens[1:4]) == first
-    assert not prefixes.find(tokens[:5])[1]
-    prefixes.drop(tokens[:5])
-    assert not prefixes.find(tokens)[1] and prefixes.put(tokens[:9]) == second
-    prefixes.clear()
-    assert not prefixes.find(tokens[1:])[1] and len({prefixes.put(tokens[:i]) for i in (1, 2)}) == 2
+def test_the_longest_prefix_is_used_and_the_oldest_evicted():
+    config = tiny_config()
+    session = make_decoder(config).session(random_params(config), num_slots=2, keeps_caches=True)
+
+    def kept_of(prompt):
+        """Tokens that were found in kept caches; and the conversation after the response."""
+        before = session.statistics.kept_tokens
+        session.submit(prompt, row_keys(jax.random.key(0), 1), SamplingSettings(2, stop_ids=()))
+        (response,) = session.run()
+        text = np.concatenate([prompt, response.tokens, [3]]).astype(np.int32)
+        return session.statistics.kept_tokens - before, text
+
+    _, first = kept_of(PROMPTS[0])
+    none, other = kept_of(PROMPTS[1])
+    found, longer = kept_of(first)
+    assert none == 0 and found == len(first) - 2  # all but the observation and the newest token
+    found, longest = kept_of(longer)
+    assert found == len(longer) - 2
+    kept_of(PROMPTS[2])  # needs the row that was written first, that of `other`
+    assert kept_of(other)[0] == 0
+    session.forget(longest[:-1])
+    assert kept_of(longest)[0] == 0

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The distribution that is drawn from, computed exactly, and the draws against it."""
 
-import functools
 from typing import Any
 
 import jax
@@ -11,7 +10,7 @@ import pytest
 from scipy import stats
 
 from tba_jax.decoding import sampling
-from tba_jax.decoding.sampling import RowSettings, random_bits, sample_tokens
+from tba_jax.decoding.sampling import random_bits, sample_tokens
 
 LARGE = 152064  # Qwen2.5's padded vocabulary
 
@@ -20,12 +19,12 @@ def settings(b, temperature: Any = 1.0, top_p: Any = 1.0, top_k: Any = 0):
     def row(value, dtype):
         return jnp.asarray(np.broadcast_to(np.asarray(value, dtype), (b,)))
 
-    return RowSettings(row(temperature, "f4"), row(top_p, "f4"), row(top_k, "i4"))
+    return row(temperature, "f4"), row(top_p, "f4"), row(top_k, "i4")
 
 
-draw = jax.jit(sample_tokens, static_argnames="is_truncated")
-plain = functools.partial(draw, is_truncated=False)
-truncated = functools.partial(draw, is_truncated=True)
+@jax.jit
+def draw(logits, bits, rows):
+    return sample_tokens(logits, bits, *rows)
 
 
 def words(b, seed=0):
@@ -45,17 +44,9 @@ def softmax64(logits, temperature=1.0):
 def levels(logits):
     """Integer masses of the blocks [n] and of the entries of each block [n e], as drawn from."""
     size = sampling._block_size(logits.shape[0])
-    peak = jnp.max(logits)
-    sums = sampling._reduce_blocks(
-        logits[None], size, lambda x, axis: jnp.sum(jnp.exp(x - peak), axis=axis)
-    )
-
-    def entries(block):
-        start, w = sampling._entries(logits[None], block[None], size, lambda x: jnp.exp(x - peak))
-        return start[0], sampling._fixed_point(w)[0]
-
-    start, masses = jax.lax.map(entries, jnp.arange(sums.shape[1], dtype=jnp.int32))
-    return sampling._fixed_point(sums)[0], start, masses
+    weights = jnp.exp(logits - jnp.max(logits)).reshape(-1, size)
+    sums = sampling._of_blocks(weights, jnp.sum)
+    return sampling._fixed_point(sums[None])[0], sampling._fixed_point(weights)
 
 
 def word_share(masses):
@@ -70,11 +61,8 @@ def word_share(masses):
 
 def implied(logits):
     """Probability [v] of each token over all pairs of random words."""
-    block, start, entry = (np.asarray(a) for a in levels(jnp.asarray(logits)))
-    p = np.zeros(len(logits))
-    joint = word_share(block)[:, None] * word_share(entry)
-    np.add.at(p, start[:, None] + np.arange(entry.shape[1]), joint)
-    return p
+    block, entry = (np.asarray(a) for a in levels(jnp.asarray(logits)))
+    return (word_share(block)[:, None] * word_share(entry)).ravel()
 
 
 def shape(name, v=LARGE):
@@ -114,7 +102,7 @@ def test_draws_at_full_size_follow_the_softmax_and_report_it():
     rows = jnp.broadcast_to(jnp.asarray(logits), (b, LARGE))
     counts = np.zeros(40)
     for seed in range(calls):
-        tokens, logprobs = plain(rows, words(b, seed), settings(b))
+        tokens, logprobs = draw(rows, words(b, seed), settings(b))
         counts += np.bincount(cls[np.asarray(tokens)], minlength=40)
         # float32 at log-probs down to -16 has a grid of 9.5e-7; half of it and the sum's error.
         np.testing.assert_allclose(logprobs, np.log(p[np.asarray(tokens)]), atol=1e-6)
@@ -127,7 +115,7 @@ def test_draws_from_a_few_tokens_follow_the_tempered_softmax():
     logits, n = jnp.array([1.0, -jnp.inf, 0.0, 2.0, -1.0]), 40000
     keys = jax.random.key_data(jax.random.split(jax.random.key(0), n))
     bits = random_bits(keys, jnp.zeros(n, jnp.int32), 1)[0]
-    tokens, logprobs = plain(jnp.broadcast_to(logits, (n, 5)), bits, settings(n, temperature=1.5))
+    tokens, logprobs = draw(jnp.broadcast_to(logits, (n, 5)), bits, settings(n, temperature=1.5))
     p = softmax64(logits, 1.5)
     counts = np.bincount(tokens, minlength=5)
     assert counts[1] == 0
@@ -160,18 +148,17 @@ def test_greedy_is_the_first_of_the_largest():
     logits = np.random.default_rng(0).normal(size=(40, 37)).astype(np.float32)
     for row, last in enumerate(range(37)):  # ties, within a block and across blocks
         logits[row, [last, min(last + 3, 36), 36]] = 9.0
-    tokens, logprobs = plain(jnp.asarray(logits), words(40), settings(40, 0))
+    tokens, logprobs = draw(jnp.asarray(logits), words(40), settings(40, 0))
     np.testing.assert_array_equal(tokens, logits.argmax(-1))
     np.testing.assert_array_equal(logprobs, np.zeros(40))
 
 
-@pytest.mark.parametrize("is_truncated", [False, True])
-def test_mixed_rows_are_each_what_they_are_alone(is_truncated):
+@pytest.mark.parametrize(("top_p", "top_k"), [(1.0, 0), (0.9, 20)])
+def test_mixed_rows_are_each_what_they_are_alone(top_p, top_k):
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(40, 37)).astype(np.float32))
     temperature = np.where(np.arange(40) % 2, 0.8, 0.0)
-    one = functools.partial(draw, logits, words(40), is_truncated=is_truncated)
-    mixed = one(settings(40, temperature, 0.9, 20))
-    alone = one(settings(40, 0.8, 0.9, 20))
+    mixed = draw(logits, words(40), settings(40, temperature, top_p, top_k))
+    alone = draw(logits, words(40), settings(40, 0.8, top_p, top_k))
     for got, sampled, greedy in zip(mixed, alone, (logits.argmax(-1), np.zeros(40)), strict=True):
         np.testing.assert_array_equal(got, np.where(temperature > 0, sampled, greedy))
 
@@ -202,7 +189,7 @@ def test_top_k_and_top_p_against_sorting():
     top_p = np.where(rng.random(b) < 0.3, 1, rng.uniform(0.02, 0.999, b)).astype(np.float32)
     top_k = np.where(rng.random(b) < 0.3, 0, rng.integers(1, 2 * v, b)).astype(np.int32)
     rows = settings(b, temperature, top_p, top_k)
-    tokens, logprobs = truncated(jnp.asarray(logits), words(b), rows)
+    tokens, logprobs = draw(jnp.asarray(logits), words(b), rows)
     for i in range(b):
         kept, margin = kept_by_sorting(logits[i], temperature[i], top_p[i], top_k[i])
         assert margin > 2e-6  # the float32 mass decides these rows as float64 does
@@ -217,8 +204,8 @@ def test_a_truncated_draw_is_the_plain_draw_of_the_kept_tokens():
     logits = np.random.default_rng(3).normal(size=(200, 100)).astype(np.float32)
     kept = np.stack([kept_by_sorting(x, 1.0, 0.7, 30)[0] for x in logits])
     rows = settings(200, 1.0, 0.7, 30)
-    got = truncated(jnp.asarray(logits), words(200), rows)
-    want = plain(jnp.asarray(np.where(kept, logits, -np.inf)), words(200), rows)
+    got = draw(jnp.asarray(logits), words(200), rows)
+    want = draw(jnp.asarray(np.where(kept, logits, -np.inf)), words(200), settings(200))
     np.testing.assert_array_equal(got[0], want[0])
     np.testing.assert_allclose(got[1], want[1], atol=1e-6)  # one ulp of log-probs below 8
 
@@ -241,7 +228,7 @@ def test_ties_and_limits(top_p, top_k, num_kept):
     p = np.array([0.15, 0.40, 0.15, 0.0, 0.12, 0.15, 0.03])
     with np.errstate(divide="ignore"):
         logits = jnp.asarray(np.log(p)[None], jnp.float32)
-    _, logprob = truncated(logits, jnp.zeros((1, 2), jnp.uint32), settings(1, 1, top_p, top_k))
+    _, logprob = draw(logits, jnp.zeros((1, 2), jnp.uint32), settings(1, 1, top_p, top_k))
     kept = np.sort(p)[::-1][:num_kept]
     first = 1 if num_kept == 1 else 0  # word 0 draws the first token kept
     np.testing.assert_allclose(logprob[0], np.log(p[first] / kept.sum()), atol=1e-6)
@@ -268,9 +255,9 @@ def test_words_belong_to_row_and_step():
 
 def test_a_plain_draw_stores_nothing_of_the_size_of_the_logits():
     b, v = 8, 32000
-    args = jnp.zeros((b, v)), words(b), settings(b)
-    compiled = draw.lower(*args, is_truncated=False).compile()
-    memory = compiled.memory_analysis()
+    blocks = jnp.zeros((b, v // 128, 128))
+    plain = jax.jit(lambda x, bits: sampling._draw(x, jnp.exp, bits))
+    memory = plain.lower(blocks, words(b)).compile().memory_analysis()
     assert memory is not None
     # Block sums and the entries of one block; the weights alone would be 4 b v.
     assert memory.temp_size_in_bytes < 4 * b * v / 8

@@ -3,6 +3,7 @@
 
 import re
 
+import fake_models
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -59,7 +60,8 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_string():
 
     def decode(strings):
         stop = StopStrings(strings, words) if strings else None
-        return decoder.decode(
+        return fake_models.decode(
+            decoder,
             params,
             PROMPTS,
             num_samples=8,
@@ -103,7 +105,8 @@ def test_the_config_ends_responses_by_text_and_by_id_in_search_and_evaluation():
 
     def texts(fields):
         decoder = make_decoder(make(fields), model_config, tokenizer)
-        out = decoder.decode(
+        out = fake_models.decode(
+            decoder,
             params,
             [prompt],
             num_samples=32,

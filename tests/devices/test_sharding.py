@@ -3,6 +3,7 @@
 
 import functools
 
+import fake_models
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -99,12 +100,13 @@ def decoded(parts, temperature):
         compute_dtype=jnp.float32,
         eos_ids=(0, 1),
         pad_id=2,
-        prompt_buckets=(6,),
+        prompt_tokens=6,
         max_length=16,
         chunk_steps=4,
         site=site,
     )
-    return decoder.decode(
+    return fake_models.decode(
+        decoder,
         weights,
         PROMPTS,
         num_samples=2,

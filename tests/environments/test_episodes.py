@@ -105,7 +105,6 @@ def drawn(model, world, *, in_turn, max_turns=4, keeps_caches=True):
     inner = decoder.session(
         unstack_layers(params, config),
         num_slots=4,
-        prefill_prompts=4,
         version=3,
         keeps_caches=keeps_caches,
     )

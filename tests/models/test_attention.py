@@ -367,7 +367,7 @@ def test_programs_of_several_gpus_use_cudnn_where_they_divide_all_heads(cudnn_ca
         compute_dtype=jnp.bfloat16,
         eos_ids=(),
         pad_id=0,
-        prompt_buckets=(8,),
+        prompt_tokens=8,
         max_length=16,
         site=site,
     )
@@ -376,7 +376,9 @@ def test_programs_of_several_gpus_use_cudnn_where_they_divide_all_heads(cudnn_ca
     for program in (
         lambda: start(held, tokens, *lengths),
         lambda: distances(held, held, tokens, lengths[0], lengths[0], t=2),
-        lambda: decoder.extend(held, tokens, lengths[0], None),
+        lambda: decoder.extend(
+            held, decoder.new_cache(decoder.num_rows, held), tokens, lengths[0], None
+        ),
     ):
         cudnn_calls.clear()
         assert np.isfinite(np.asarray(jax.tree.leaves(program())[0], np.float32)).all()

@@ -4,6 +4,7 @@
 import functools
 import json
 
+import fake_models
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -65,14 +66,20 @@ def test_decoding_draws_from_what_scoring_computes(family, num_devices):
         compute_dtype=jnp.float32,
         eos_ids=(),
         pad_id=2,
-        prompt_buckets=(8,),
+        prompt_tokens=8,
         max_length=32,
         chunk_steps=4,
         site=site,
     )
     settings = SamplingSettings(20, temperature=1.3)
-    out = decoder.decode(
-        params, PROMPTS, num_samples=2, settings=settings, key=jax.random.key(0), num_slots=3
+    out = fake_models.decode(
+        decoder,
+        params,
+        PROMPTS,
+        num_samples=2,
+        settings=settings,
+        key=jax.random.key(0),
+        num_slots=3,
     )
     for i, prompt in enumerate(PROMPTS):
         for j in range(2):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Token log-probs: one definition, chunked, equal to the naive form and to the decoder's."""
 
+import fake_models
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,12 +35,18 @@ def decoded(params):
         compute_dtype=jnp.float32,
         eos_ids=(EOS,),
         pad_id=0,
-        prompt_buckets=(8,),
+        prompt_tokens=8,
         max_length=14,
     )
     settings = SamplingSettings(6, temperature=0.7)
-    out = decoder.decode(
-        params, prompts, num_samples=3, key=jax.random.key(1), settings=settings, num_slots=4
+    out = fake_models.decode(
+        decoder,
+        params,
+        prompts,
+        num_samples=3,
+        key=jax.random.key(1),
+        settings=settings,
+        num_slots=4,
     )
     tokens = np.concatenate(
         [np.repeat(left_pad(prompts, 8, 0)[:, None], 3, axis=1), out.tokens], axis=-1
@@ -109,11 +116,12 @@ def test_rows_of_the_vocabulary_beyond_the_tokenizer_are_neither_sampled_nor_sco
         compute_dtype=jnp.float32,
         eos_ids=(EOS,),
         pad_id=0,
-        prompt_buckets=(8,),
+        prompt_tokens=8,
         max_length=14,
     )
     prompt = np.array([1, 5, 6, 7], np.int32)
-    out = decoder.decode(
+    out = fake_models.decode(
+        decoder,
         params,
         [prompt],
         num_samples=64,
@@ -157,11 +165,12 @@ def test_a_least_length_renormalises_as_the_decoder_does(params):
         compute_dtype=jnp.float32,
         eos_ids=(EOS, 5),
         pad_id=0,
-        prompt_buckets=(8,),
+        prompt_tokens=8,
         max_length=14,
     )
     prompt = np.array([1, 6, 7, 9], np.int32)
-    out = decoder.decode(
+    out = fake_models.decode(
+        decoder,
         biased,
         [prompt],
         num_samples=32,

@@ -95,8 +95,7 @@ def test_log_probs_of_given_responses_are_those_of_drawing_them(tokenizer):
         num_slots=None,
     )
     given = [
-        Ticket(i, p, tuple(drawn.tokens[i, j, : drawn.lengths[i, j]] for j in range(4 - i)))
-        for i, p in enumerate(prompts)
+        Ticket(i, p, tuple(y.tokens for y in drawn[i][: 4 - i])) for i, p in enumerate(prompts)
     ]
     scoring = Scoring(temperature=0.8, eos_ids=tokenizer.eos_ids, min_new_tokens=2)
     program = make_start_program(model, scoring, max_new_tokens=12)
@@ -108,7 +107,7 @@ def test_log_probs_of_given_responses_are_those_of_drawing_them(tokenizer):
         for j, y in enumerate(group.episodes):
             np.testing.assert_array_equal(y.tokens, ticket.responses[j])
             # Float32: one forward pass over whole sequences against a cache, token by token.
-            expected = drawn.token_logprobs[i, j, : len(y.tokens)]
+            expected = drawn[i][j].token_logprobs
             np.testing.assert_allclose(y.token_logprobs, expected, atol=2e-4)
             assert (y.version_min, y.version_max, y.temperature) == (5, 5, 0.8)
             assert (y.finish, y.is_sampled) == ("eos", None)

@@ -40,7 +40,7 @@ GRADER = Grader(HEAVY, lambda rows: ["y"] * len(rows), lambda text: None, "")
 @pytest.fixture(scope="module")
 def decoder():
     ids = {"eos_ids": (EOS,), "pad_id": 0}
-    sizes = {"prompt_buckets": (6,), "max_length": 6, "chunk_steps": 2}
+    sizes = {"prompt_tokens": 6, "max_length": 6, "chunk_steps": 2}
     return Decoder(CONFIG, compute_dtype=jnp.float32, **ids, **sizes)
 
 

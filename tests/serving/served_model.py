@@ -13,7 +13,6 @@ import jax.numpy as jnp
 
 from tba_jax.decoding.engine import Decoder
 from tba_jax.devices.worker import StopFlag, Worker
-from tba_jax.flow.padding import length_buckets
 from tba_jax.models import lora
 from tba_jax.models import model as models
 from tba_jax.models.hf import adapter_files
@@ -21,7 +20,7 @@ from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.remote.http_server import HttpServer, bind
 from tba_jax.run.model_parts import START_MODEL
 from tba_jax.serving.chat import make_chat_format
-from tba_jax.serving.protocol import MAX_STOP_IDS, Served
+from tba_jax.serving.protocol import Served
 from tba_jax.serving.server import Application, RequestQueue
 
 MAX_LENGTH = 256
@@ -44,7 +43,7 @@ class ServedModel:
             compute_dtype=jnp.float32,
             eos_ids=self.tokenizer.eos_ids,
             pad_id=self.tokenizer.pad_id,
-            prompt_buckets=length_buckets(MAX_LENGTH, 4),
+            prompt_tokens=MAX_LENGTH,
             max_length=MAX_LENGTH,
         )
         self.session = self.open_session(params)
@@ -64,8 +63,6 @@ class ServedModel:
         return self.decoder.session(
             params,
             num_slots=NUM_SLOTS,
-            prefill_prompts=NUM_SLOTS,
-            num_stop_ids=MAX_STOP_IDS,
         )
 
     def step(self):

@@ -60,9 +60,7 @@ def pool_of(model, name):
 def drawn(model, environments, rows, *, max_turns=8, swap=None):
     """The episodes of the rows, in order; weights change to `swap` after the first turns."""
     params = unstack_layers(model.params, model.config)
-    inner = model.decoder.session(
-        params, num_slots=4, prefill_prompts=4, version=3, keeps_caches=True
-    )
+    inner = model.decoder.session(params, num_slots=4, version=3, keeps_caches=True)
     environments.max_turns = max_turns
     session = EpisodeSession(inner, environments)
     for i, (row, key) in enumerate(zip(rows, row_keys(jax.random.key(5), len(rows)), strict=True)):
