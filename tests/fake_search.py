@@ -8,7 +8,7 @@ import numpy as np
 from fake_tickets import House
 
 from tba_jax.decoding.requests import Response, Statistics
-from tba_jax.environments.episodes import SingleTurnSession
+from tba_jax.environments.episodes import EpisodeSession
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.rewards.scores import Grader, Scores
 from tba_jax.search.config import SearchSettings
@@ -72,7 +72,7 @@ class CountdownSampler(Sampler):
 
     def open(self, published):
         session = CountdownSession(published, self.lengths)
-        return GroupSession(self, SingleTurnSession(session))
+        return GroupSession(self, EpisodeSession(session))
 
 
 class ByFunction:

@@ -172,6 +172,8 @@ LIMITS = {
     "remote": 1050,
     "planning": 2300,
     "tasks": 1312,
+    "environments": 1442,
+    "serving": 1426,
 }
 
 

@@ -53,7 +53,7 @@ def _serve_on(bound: socket.socket, args: argparse.Namespace) -> int:
     from tba_jax.remote.http_server import HttpServer
     from tba_jax.serving.chat import make_chat_format
     from tba_jax.serving.protocol import Served
-    from tba_jax.serving.server import Application, RequestQueue
+    from tba_jax.serving.server import RequestQueue, make_application
 
     site, dtype = decoding_site()
     name = args.model or args.workdir
@@ -77,10 +77,7 @@ def _serve_on(bound: socket.socket, args: argparse.Namespace) -> int:
         version=version,
     )
     queue = RequestQueue(served)
-    info = {"model": name, "weight_version": version, "num_slots": args.num_slots}
-    application = Application(
-        lambda episode: queue, served, queue=queue, token=args.token, info=info
-    )
+    application = make_application(lambda episode: queue, served, token=args.token)
     stop = StopFlag()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())

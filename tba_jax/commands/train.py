@@ -123,7 +123,7 @@ def preflight(config: Config) -> None:
     task_parts.try_rewards(config, task)
     policy = model_parts.policy_config(config, model.config)
     if server := task_parts.make_server(config, policy, tokenizer, Path()):
-        server.check()
+        server.check(loads=False)
     if config.placement != "hosts":  # the devices of other hosts are not known here
         start_cluster(config)
         import jax

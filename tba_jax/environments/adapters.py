@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Users' environments in a worker, each as one coroutine of an episode: `run(policy, row)`.
+"""Users' environments in a worker, each as one coroutine of an episode: `run(turn, row)`.
 
-Classes for TRL's `environment_factory` have `reset`, public typed methods as tools, and optionally
-`get_reward`. Typed functions are tools, as in TRL's `tools`. Classes with `init` and gym's `step`
-answer the text of each turn. An agent is a function `run(base_url, row)` that samples from an
-OpenAI client and returns the reward. Coroutines of users run concurrently; other calls of a worker
-run one after another. This module does not import JAX; it imports transformers only to describe
-tools.
+`await turn(text, results)` gives the policy a text or the results of its tool calls, and returns
+(text, tool calls) of its next turn; None if the episode has reached a limit. Classes for TRL's
+`environment_factory` have `reset`, public typed methods as tools, and optionally `get_reward`.
+Typed functions are tools, as in TRL's `tools`. Classes with `init` and gym's `step` answer the text
+of each turn. An agent is a function `run(base_url, row)` that samples from an OpenAI client and
+returns the reward. Coroutines of users run concurrently; other calls of a worker run one after
+another. This module does not import JAX; it imports transformers only to describe tools.
 
 Invariant: every message gets an answer, or the process ends.
 """
@@ -17,7 +18,7 @@ import importlib
 import inspect
 import math
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from tba_jax.rewards.functions import accepted, as_number, imported
@@ -28,36 +29,11 @@ BASE_URL = "base_url"
 ERROR = "error: "
 """Start of the result of a failed tool call."""
 
+Turn = Callable[..., Awaitable[Any]]
+
 
 class _Failure(Exception):
-    """A violation of the interface of environments.
-
-    Attributes:
-        name: name of the failure, by which rejected responses are counted.
-    """
-
-    def __init__(self, name: str, text: str) -> None:
-        super().__init__(text)
-        self.name = name
-
-
-class Policy:
-    """The policy, as an environment sees it in one episode."""
-
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
-
-    async def turn(self, text: Any = None, results: Sequence[str] = ()) -> Any:
-        """Give the policy a text or the results of its tool calls.
-
-        Returns:
-            (text, tool calls) of the policy's next turn; None if the episode has reached a limit.
-        """
-        if not isinstance(text, str | None):
-            kind = type(text).__name__
-            reason = f"the observation is a {kind}; return a text or None"
-            raise _Failure("environment_type", reason)
-        return await self._exchange.answer_and_wait({"text": text or "", "results": list(results)})
+    """A violation of the interface of environments: name of the failure, and text."""
 
 
 class Tools:
@@ -100,13 +76,14 @@ class Tools:
         library = importlib.import_module("transformers.utils.chat_template_utils")
         return [library.get_json_schema(tool) for tool in self._tools.values()]
 
-    async def run(self, policy: Policy, row: Mapping[str, Any]) -> Any:
+    async def run(self, turn: Turn, row: Mapping[str, Any]) -> Any:
         """Run an episode; return its reward."""
-        reset = getattr(self._environment, "reset", None)
-        text = None if reset is None else await _result(reset(**accepted(reset, row)))
-        turn = await policy.turn(text)
-        while turn is not None and turn[1]:
-            turn = await policy.turn(results=[await self._called(call) for call in turn[1]])
+        text = None
+        if reset := getattr(self._environment, "reset", None):
+            text = await _result(reset(**accepted(reset, row)))
+        answer = await turn(text)
+        while answer is not None and answer[1]:
+            answer = await turn(results=[await self._called(call) for call in answer[1]])
         return await _result(self._environment.get_reward()) if self.has_reward else None
 
     async def _called(self, call: Mapping[str, Any]) -> str:
@@ -133,15 +110,15 @@ class Steps:
     def __init__(self, environment: Any) -> None:
         self._environment = environment
 
-    async def run(self, policy: Policy, row: Mapping[str, Any]) -> Any:
+    async def run(self, turn: Turn, row: Mapping[str, Any]) -> Any:
         """Run an episode; return its reward."""
         await _result(self._environment.init(row["prompt"]))
-        rewards: list[Any] = []
-        turn = await policy.turn()
-        while turn is not None:
-            observation, reward, done, *_ = await _result(self._environment.step(turn[0]))
+        rewards: list[float | None] = []
+        answer = await turn()
+        while answer is not None:
+            observation, reward, done, *_ = await _result(self._environment.step(answer[0]))
             rewards.append(_number(reward))
-            turn = None if done else await policy.turn(observation)
+            answer = None if done else await turn(observation)
         known = [reward for reward in rewards if reward is not None]
         return sum(known) if known or not rewards else None
 
@@ -151,13 +128,13 @@ class Agent:
 
     has_reward, finish = True, "done"
 
-    def __init__(self, run: Callable[[str, Mapping[str, Any]], Any]) -> None:
-        self._run = run
+    def __init__(self, function: Callable[[str, Mapping[str, Any]], Any]) -> None:
+        self._function = function
 
-    async def run(self, policy: Policy, row: Mapping[str, Any]) -> Any:
+    async def run(self, turn: Turn, row: Mapping[str, Any]) -> Any:
         """Run an episode; return its reward."""
         own = {name: value for name, value in row.items() if name != BASE_URL}
-        return await _result(self._run(row[BASE_URL], own))
+        return await _result(self._function(row[BASE_URL], own))
 
 
 async def _result(value: Any) -> Any:
@@ -215,19 +192,26 @@ def make_handler(name: str) -> Handler:
     free: list[Any] = []
 
     async def handle(exchange: Exchange, message: Any) -> None:
+        async def turn(text: Any = None, results: Sequence[str] = ()) -> Any:
+            if not isinstance(text, str | None):
+                reason = f"the observation is a {type(text).__name__}; return a text or None"
+                raise _Failure("environment_type", reason)
+            request = {"text": text or "", "results": list(results)}
+            return await exchange.answer_and_wait(request)
+
         kind, value = message
         try:
             adapter = free.pop() if free else load(name)()
             if kind == "describe":
                 answer = _described(adapter, name, value)
             else:
-                reward = _number(await adapter.run(Policy(exchange), value))
+                reward = _number(await adapter.run(turn, value))
                 answer = {"finish": adapter.finish, "reward": reward}
             free.append(adapter)
         except asyncio.CancelledError:
             raise
         except _Failure as failure:
-            answer = {"failure": failure.name, "reason": str(failure)}
+            answer = dict(zip(("failure", "reason"), failure.args, strict=True))
         except BaseException as error:  # users' code may raise anything, even SystemExit
             traceback.print_exception(error)  # into the log file of the worker
             *_, last = traceback.format_exception_only(error)

@@ -200,16 +200,12 @@ def _main() -> None:
     signal.signal(signal.SIGXCPU, signal.SIG_DFL)
     names = {"__name__": "__main__"}
     try:
-        tree = ast.parse(code, "<code>")
-        last: ast.expr = ast.Constant(None)
-        if tree.body and isinstance(tree.body[-1], ast.Expr):
-            last = tree.body.pop().value  # pyright: ignore[reportAttributeAccessIssue]
-        exec(compile(tree, "<code>", "exec"), names)
-        value = eval(
-            compile(ast.fix_missing_locations(ast.Expression(last)), "<code>", "eval"), names
-        )
-        if value is not None:
-            print(repr(value))
+        body = ast.parse(code, "<code>").body
+        is_value = bool(body) and isinstance(body[-1], ast.Expr)
+        size = len(body) - is_value
+        exec(compile(ast.Module(body[:size], []), "<code>", "exec"), names)
+        # As in an interactive session, the value is printed unless it is None.
+        exec(compile(ast.Interactive(body[size:]), "<code>", "single"), names)
     except SystemExit:
         pass
     except BaseException as error:

@@ -15,7 +15,8 @@ import numpy as np
 
 from tba_jax.decoding.keys import fold_in, key_data, row_keys
 from tba_jax.decoding.requests import SamplingSettings
-from tba_jax.environments.episodes import Episode, Sessions, SingleTurnSession, open_session
+from tba_jax.environments.episode import Episode
+from tba_jax.environments.episodes import EpisodeSession, Sessions, open_session
 from tba_jax.environments.pool import EnvironmentPool
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.search.config import SearchSettings
@@ -113,7 +114,7 @@ class Sampler:
 class GroupSession:
     """Groups of episodes in a session of the decode engine; one thread drives it."""
 
-    def __init__(self, sampler: Sampler, session: SingleTurnSession) -> None:
+    def __init__(self, sampler: Sampler, session: EpisodeSession) -> None:
         self.session = session
         self._sampler = sampler
         self._sampling = sampling_settings(sampler.settings)

@@ -14,7 +14,7 @@ import numpy as np
 from jaxtyping import Array
 
 from tba_jax.devices.site import ANY_DEVICE, Site
-from tba_jax.environments.episodes import Episode
+from tba_jax.environments.episode import Episode
 from tba_jax.flow.padding import Padding, left_pad
 from tba_jax.flow.tickets import Ticket
 from tba_jax.flow.trajectory import Prompt

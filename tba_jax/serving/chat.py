@@ -23,6 +23,9 @@ NONE: Mapping[str, Any] = {}
 class ChatFormat:
     """Conversion between chats and tokens by the tokenizer's chat template, without tools.
 
+    `variables` are variables of the template, such as {"enable_thinking": False}. All methods raise
+    ValueError if the format cannot express messages or tools, or read a response.
+
     Attributes:
         stop_ids: tokens that end a message, in addition to the model's stop tokens.
     """
@@ -35,14 +38,7 @@ class ChatFormat:
     def prompt(
         self, messages: Messages, tools: Messages, variables: Mapping[str, Any] = NONE
     ) -> np.ndarray:
-        """Return the prompt tokens of messages, up to the start of the response.
-
-        Args:
-            variables: variables of the template, such as {"enable_thinking": False}.
-
-        Raises:
-            ValueError: the format cannot express the messages or the tools.
-        """
+        """Return the prompt tokens of messages, up to the start of the response."""
         if tools:
             raise ValueError(
                 "tools: the tool format of this model is not known. Set --renderer=NAME, or in a "
@@ -68,17 +64,19 @@ class ChatFormat:
         before = np.concatenate([prompt, completion])
         return extended(self._tokenizer, before, self.prompt(messages, tools, variables))
 
-    def message(
+    def read(
         self, tokens: np.ndarray, text: str, prompt: np.ndarray, tools: Messages
-    ) -> dict[str, Any]:
-        """Return sampled tokens as a message; `text` is their text without the stop string."""
-        return {"role": "assistant", "content": text}
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        """Return the message and the tool calls of a response.
 
-    def calls(
-        self, tokens: np.ndarray, prompt: np.ndarray, tools: Messages
-    ) -> list[dict[str, Any]]:
-        """Return the tool calls in sampled tokens: ID, name, and arguments or the key "error"."""
-        return []
+        A call has an ID, a name, and arguments or the key "error". The message has only the valid
+        calls.
+
+        Args:
+            tokens: int32 [t], the response.
+            text: text of the response, without a stop string.
+        """
+        return {"role": "assistant", "content": text}, []
 
 
 class RendererFormat(ChatFormat):
@@ -94,7 +92,7 @@ class RendererFormat(ChatFormat):
     def __init__(self, tokenizer: Tokenizer, name: str) -> None:
         super().__init__(tokenizer)
         try:
-            library = importlib.import_module("renderers")
+            self._library = importlib.import_module("renderers")
             configs = importlib.import_module("renderers.configs")
         except ImportError as error:
             raise ValueError(
@@ -103,19 +101,26 @@ class RendererFormat(ChatFormat):
             ) from error
         if name == "auto":  # for a model unknown to the library, "auto" would parse no tool calls
             raise ValueError("renderer='auto': give the name of a format, such as qwen3 or llama-3")
-        config = configs.config_from_name(name)
-        self._renderer: Any = library.create_renderer(tokenizer.library, config)
+        self._config = configs.config_from_name(name)
+        self._renderer = self._with({})
         self.stop_ids = tuple(self._renderer.get_stop_token_ids())
+
+    def _with(self, variables: Mapping[str, Any]) -> Any:
+        """Return the renderer with these options."""
+        known = self._config.template_field_names()
+        if not known >= variables.keys():
+            raise ValueError(
+                f"chat_template_kwargs {sorted(variables)}: the format {self._config.name} of the "
+                f"library renderers has {sorted(known)}. Leave out the others"
+            )
+        config = type(self._config)(**variables)
+        return self._library.create_renderer(self._tokenizer.library, config)
 
     def prompt(
         self, messages: Messages, tools: Messages, variables: Mapping[str, Any] = NONE
     ) -> np.ndarray:
-        if variables:
-            raise ValueError(
-                f"chat_template_kwargs {sorted(variables)}: a format of the library renderers has "
-                "no variables. Leave chat_template_kwargs out"
-            )
-        rendered = self._renderer.render_ids(
+        renderer = self._with(variables) if variables else self._renderer
+        rendered = renderer.render_ids(
             list(map(_checked, messages)), tools=list(tools) or None, add_generation_prompt=True
         )
         return np.array(rendered, np.int32)
@@ -131,7 +136,8 @@ class RendererFormat(ChatFormat):
         answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
         if not answers:
             return None
-        found = self._renderer.bridge_to_next_turn(
+        renderer = self._with(variables) if variables else self._renderer
+        found = renderer.bridge_to_next_turn(
             prompt.tolist(),
             completion.tolist(),
             list(map(_checked, messages[answers[-1] + 1 :])),
@@ -141,45 +147,33 @@ class RendererFormat(ChatFormat):
         before = np.concatenate([prompt, completion])
         return whole if np.array_equal(whole[: len(before)], before) else None
 
-    def message(
+    def read(
         self, tokens: np.ndarray, text: str, prompt: np.ndarray, tools: Messages
-    ) -> dict[str, Any]:
-        parsed = self._parsed(tokens, prompt, tools)
-        message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
-        if parsed.reasoning_content is not None:
-            message["reasoning_content"] = parsed.reasoning_content
-        calls = [
-            {
-                "id": call["id"],
-                "type": "function",
-                "function": {"name": call["name"], "arguments": _text(call["arguments"])},
-            }
-            for call in self.calls(tokens, prompt, tools)
-            if "error" not in call
-        ]
-        return {**message, "tool_calls": calls} if calls else message
-
-    def calls(
-        self, tokens: np.ndarray, prompt: np.ndarray, tools: Messages
-    ) -> list[dict[str, Any]]:
-        found, turn = [], zlib.crc32(prompt.tobytes() + tokens.tobytes())
-        for i, call in enumerate(self._parsed(tokens, prompt, tools).tool_calls):
-            named = {"id": call.id or f"call_{turn:08x}_{i}", "name": call.name or "unknown"}
-            if call.status == "ok":
-                found.append({**named, "arguments": call.arguments})
-            else:
-                found.append({**named, "error": f"the tool call is refused: {call.status}"})
-        return found
-
-    def _parsed(self, tokens: np.ndarray, prompt: np.ndarray, tools: Messages) -> Any:
+    ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
         try:
-            return self._renderer.parse_response(
+            parsed = self._renderer.parse_response(
                 tokens.tolist(), tools=list(tools) or None, prompt_ids=prompt.tolist()
             )
         except Exception as error:  # the library parses arbitrary sampled tokens
             raise ValueError(
                 f"the library renderers cannot read a response: {type(error).__name__}: {error}"
             ) from error
+        message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
+        if parsed.reasoning_content is not None:
+            message["reasoning_content"] = parsed.reasoning_content
+        calls, turn = [], zlib.crc32(prompt.tobytes() + tokens.tobytes())
+        for i, call in enumerate(parsed.tool_calls):
+            named = {"id": call.id or f"call_{turn:08x}_{i}", "name": call.name or "unknown"}
+            if call.status != "ok":
+                calls.append({**named, "error": f"the tool call is refused: {call.status}"})
+                continue
+            calls.append({**named, "arguments": call.arguments})
+            is_text = isinstance(call.arguments, str)
+            arguments = call.arguments if is_text else json.dumps(call.arguments or {})
+            function = {"name": named["name"], "arguments": arguments}
+            valid = message.setdefault("tool_calls", [])
+            valid.append({"id": named["id"], "type": "function", "function": function})
+        return message, calls
 
 
 def make_chat_format(tokenizer: Tokenizer, renderer: str) -> ChatFormat:
@@ -221,10 +215,6 @@ def text_of(message: Mapping[str, Any]) -> str:
     if any(part.get("type") != "text" for part in content):
         raise ValueError("messages: only parts of type text are supported. Send text alone")
     return "".join(part["text"] for part in content)
-
-
-def _text(arguments: Any) -> str:
-    return arguments if isinstance(arguments, str) else json.dumps(arguments or {})
 
 
 def _checked(message: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 from tba_jax.decoding.keys import fold_in
 from tba_jax.decoding.requests import MAX_STOP_IDS, SamplingSettings
@@ -25,41 +25,12 @@ Kind = Literal["generate", "completions", "chat"]
 MAX_SAMPLES = 128
 """Maximum number of samples of a request."""
 
-# Parameters that are not supported: those that zero, false or an empty value turns off, and others
-# with the value that changes nothing.
-_OFF = frozenset(
-    "presence_penalty frequency_penalty min_p logit_bias echo suffix top_logprobs prompt_logprobs "
-    "functions use_beam_search bad_words continue_final_message documents".split()
-)
-_NEUTRAL: dict[str, Any] = {
-    "repetition_penalty": 1,
-    "length_penalty": 1,
-    "best_of": 1,
-    "response_format": {"type": "text"},
-    "parallel_tool_calls": True,
-    "modalities": ["text"],
-    "add_generation_prompt": True,
-    "spaces_between_special_tokens": True,
-}
 # Parameters that cannot change a response: labels, caches and the order of requests.
 _UNUSED = frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key cache_salt priority "
     "request_id".split()
 )
-_WANTED = {
-    "prompt": "wanted a text, a list of token IDs, or a list of either",
-    "token_ids": "wanted a list of token IDs",
-    "messages": "wanted a list of objects",
-    "stop": "wanted up to 16 texts, none empty",
-    "logprobs": "only sampled tokens have log-probs. Set 1 or true",
-    "n": f"wanted 1 to {MAX_SAMPLES} samples",
-}
-_ERRORS = {
-    401: "authentication_error",
-    404: "not_found_error",
-    500: "server_error",
-}
-TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+_ERRORS = {401: "authentication_error", 404: "not_found_error", 500: "server_error"}
 
 
 class ApiError(Exception):
@@ -85,8 +56,22 @@ class ApiError(Exception):
         return {"error": found}
 
 
+# Types of parameters; the last three have one value, which changes nothing.
+_TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+_Stop = Annotated[str, Field(min_length=1)]
+_Zero = Annotated[float, Field(ge=0, le=0)]
+_One = Annotated[float, Field(ge=1, le=1)]
+_Text = dict[Literal["type"], Literal["text"]]
+_STRICT = ConfigDict(extra="forbid", strict=True)
+
+
+def _wanted(text: str, **options: Any) -> Any:
+    """Return a field; an error about its value says this text."""
+    return Field(description=f"wanted {text}", **options)
+
+
 class _StreamOptions(BaseModel):
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = _STRICT
 
     include_usage: bool = False
 
@@ -94,42 +79,63 @@ class _StreamOptions(BaseModel):
 class _Request(BaseModel):
     """Parameters of all routes; None: the default of the model or run."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = _STRICT
 
     model: str = ""
-    n: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
+    n: int = _wanted(f"1 to {MAX_SAMPLES} samples", default=1, ge=1, le=MAX_SAMPLES)
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     temperature: float | None = None
     top_p: float | None = None
-    top_k: int | None = None
+    top_k: Annotated[int, AfterValidator(lambda k: max(0, k))] | None = None  # -1: off
     min_tokens: int | None = None
-    stop: Annotated[list[Annotated[str, Field(min_length=1)]], Field(max_length=16)] = []
-    stop_token_ids: list[TokenId] = []
+    stop: Annotated[
+        list[_Stop], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+    ] = _wanted("up to 16 texts, none empty", default=[], max_length=16)
+    stop_token_ids: list[_TokenId] = []
     ignore_eos: bool = False
-    logprobs: bool | Annotated[int, Field(ge=0, le=1)] = False
+    logprobs: bool | Annotated[int, Field(ge=0, le=1)] = _wanted(
+        "1 or true: only sampled tokens have log-probs", default=False
+    )
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     stream: bool = False
     stream_options: _StreamOptions = _StreamOptions()
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
+    # Not supported: only the value that changes nothing is accepted.
+    presence_penalty: _Zero = 0
+    frequency_penalty: _Zero = 0
+    repetition_penalty: _One = 1
+    min_p: _Zero = 0
+    top_logprobs: _Zero = 0
+    prompt_logprobs: _Zero = 0
+    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] = {}
+    response_format: _Text = {}
 
 
 class _Completion(_Request):
-    prompt: str | list[str] | list[TokenId] | list[list[TokenId]]
+    prompt: str | list[_TokenId] = _wanted("a text or a list of token IDs")
+    echo: Literal[False] = False
+    add_special_tokens: Literal[True] = True
 
 
 class _Chat(_Request):
-    messages: list[dict[str, Any]]
+    messages: list[dict[str, Any]] = _wanted("a list of objects")
     tools: list[dict[str, Any]] = []
     tool_choice: Literal["auto", "none"] = "auto"
     chat_template_kwargs: dict[str, Any] = {}
+    parallel_tool_calls: Literal[True] = True
+    add_generation_prompt: Literal[True] = True
+    add_special_tokens: Literal[False] = False  # the template writes them
 
 
 class _Generate(_Request):
-    token_ids: list[TokenId]
+    logprobs: bool | int = True
+    return_token_ids: bool = True
+    return_tokens_as_token_ids: bool = True
+    token_ids: list[_TokenId] = _wanted("a list of token IDs")
 
 
 _MODELS: dict[Kind, type[_Request]] = {
@@ -164,35 +170,18 @@ class Update(NamedTuple):
     """All tokens of one sample so far.
 
     Attributes:
-        sample: index of the sample.
         tokens: int32 [t].
         token_logprobs: float32 [t], log-probs under the distribution that was sampled from.
         finish: "stop" or "length", the reason why the sample ended; "": it has not ended.
     """
 
-    sample: int
     tokens: np.ndarray
     token_logprobs: np.ndarray
     finish: str = ""
 
 
-@dataclasses.dataclass(eq=False)
-class Generation:
-    """Samples of one prompt of a request.
-
-    Attributes:
-        prompt: int32 [s].
-        keys: uint32 [n 2], threefry key data of each sample.
-        settings: sampling settings.
-        is_streamed: whether updates before the end are wanted.
-        notify: receives updates, or the error of a refused prompt, on another thread.
-    """
-
-    prompt: np.ndarray
-    keys: np.ndarray
-    settings: SamplingSettings
-    is_streamed: bool
-    notify: Callable[[Update | Exception], None]
+NOTHING = Update(np.empty(0, np.int32), np.empty(0, np.float32))
+"""A sample without tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,47 +192,28 @@ class Call:
         kind: kind of the route.
         served: the model.
         request: parameters of the request.
-        prompts: int32 [s] each.
-        settings: sampling settings of each prompt; their length limits differ.
-        key: uint32 [2], threefry key data; sample j of prompt i draws from fold_in(key, i n + j).
+        prompt: int32 [s].
+        settings: sampling settings.
+        keys: uint32 [n 2], threefry key data of each sample.
         tools: tools of a chat.
     """
 
     kind: Kind
     served: Served
-    request: _Request
-    prompts: tuple[np.ndarray, ...]
-    settings: tuple[SamplingSettings, ...]
-    key: np.ndarray
+    request: Any
+    prompt: np.ndarray
+    settings: SamplingSettings
+    keys: np.ndarray
     tools: Messages
     id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
-    @property
-    def num_samples(self) -> int:
-        """Return the number of samples of all prompts."""
-        return len(self.prompts) * self.request.n
-
-    def generation(self, i: int, notify: Callable[[Update | Exception], None]) -> Generation:
-        """Return the generation of prompt i; `notify` receives its updates."""
-        n = self.request.n
-        keys = fold_in(self.key, np.arange(i * n, (i + 1) * n))
-        return Generation(self.prompts[i], keys, self.settings[i], self.request.stream, notify)
-
-    def text(self, tokens: np.ndarray) -> str:
-        """Return the text of a response, up to its first stop string."""
-        request = self.request
-        text = self.served.tokenizer.decode(tokens, skip_special=request.skip_special_tokens)
-        kept = request.include_stop_str_in_output
-        ends = [i + kept * len(x) for x in request.stop if (i := text.find(x)) >= 0]
-        return text[: min(ends, default=None)]
-
     def response(self, updates: Sequence[Update]) -> dict[str, Any]:
-        """Return the whole response; `updates` has the samples, prompt by prompt."""
-        found = self.envelope([Choice(self, i).next(update) for i, update in enumerate(updates)])
+        """Return the whole response, of all samples."""
+        choices = list(map(self.choice, range(len(updates)), updates))
+        found = self.envelope(choices) | {"usage": self.usage(updates)}
         if self.kind == "chat" and self.request.return_token_ids:
-            found["prompt_token_ids"] = self.prompts[0].tolist()
-        found["usage"] = self.usage(updates)
+            found["prompt_token_ids"] = self.prompt.tolist()
         return found
 
     def envelope(self, choices: Sequence[Any]) -> dict[str, Any]:
@@ -264,94 +234,81 @@ class Call:
 
     def usage(self, updates: Sequence[Update]) -> dict[str, int]:
         """Return the token counts of the request."""
-        prompt, sampled = sum(map(len, self.prompts)), sum(len(y.tokens) for y in updates)
+        prompt, sampled = len(self.prompt), sum(len(y.tokens) for y in updates)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": sampled,
             "total_tokens": prompt + sampled,
         }
 
+    def choice(self, index: int, update: Update, before: Update = NOTHING) -> dict[str, Any]:
+        """Return the choice of a sample, or in a stream what an update adds to the one before it.
 
-class Choice:
-    """One sample of a call: the whole choice, or in a stream what each update adds to it.
-
-    Tool calls are parsed from whole messages, so a chat with tools receives its text at the end.
-
-    Args:
-        call: the call.
-        index: index among all samples of the call.
-    """
-
-    def __init__(self, call: Call, index: int) -> None:
-        self._call, self._index = call, index
-        self._prompt = call.prompts[index // call.request.n]
-        self._num_sent, self._text_sent, self._is_first = 0, "", True
-
-    def next(self, update: Update) -> dict[str, Any] | None:
-        """Return the choice for an update; None if it adds nothing."""
-        kind, request, start = self._call.kind, self._call.request, self._num_sent
-        if len(update.tokens) == start and not update.finish:
-            return None
-        choice: dict[str, Any] = {"index": self._index, "finish_reason": update.finish or None}
+        Tool calls are parsed from whole messages, so a chat with tools receives its text at the
+        end.
+        """
+        request, start = self.request, len(before.tokens)
+        choice: dict[str, Any] = {"index": index, "finish_reason": update.finish or None}
         choice["logprobs"] = None if request.logprobs is False else self._logprobs(update, start)
         if request.return_token_ids:
             choice["token_ids"] = update.tokens[start:].tolist()
-            if self._is_first and (request.stream or kind == "completions"):
-                choice["prompt_token_ids"] = self._prompt.tolist()
-        if kind == "completions":
-            choice["text"] = self._added(update)
-        elif kind == "chat":
-            choice["delta" if request.stream else "message"] = self._message(update, choice)
-        self._num_sent, self._is_first = len(update.tokens), False
+            if not start and (request.stream or self.kind == "completions"):
+                choice["prompt_token_ids"] = self.prompt.tolist()
+        if self.kind == "completions":
+            choice["text"] = self._added(update, before)
+        elif self.kind == "chat" and request.stream and not (self.tools and update.finish):
+            choice["delta"] = {} if start else {"role": "assistant"}
+            if not self.tools:
+                choice["delta"]["content"] = self._added(update, before)
+        elif self.kind == "chat":
+            message = self.message(update)
+            if calls := message.get("tool_calls"):
+                is_whole = update.finish == "stop"
+                choice["finish_reason"] = "tool_calls" if is_whole else update.finish
+                if request.stream:
+                    message["tool_calls"] = [{"index": i, **x} for i, x in enumerate(calls)]
+            choice["delta" if request.stream else "message"] = message
         return choice
 
-    def _message(self, update: Update, choice: dict[str, Any]) -> dict[str, Any]:
-        call, is_stream = self._call, self._call.request.stream
-        delta: dict[str, Any] = {"role": "assistant"} if self._is_first else {}
-        if is_stream and not call.tools:
-            return {**delta, "content": self._added(update)}
-        if not update.finish:
-            return delta
-        text = call.text(update.tokens)
-        message = call.served.chat.message(update.tokens, text, self._prompt, call.tools)
-        if calls := message.get("tool_calls"):
-            choice["finish_reason"] = "tool_calls" if update.finish == "stop" else update.finish
-            if is_stream:
-                message["tool_calls"] = [{"index": i, **x} for i, x in enumerate(calls)]
-        return message
+    def message(self, update: Update) -> dict[str, Any]:
+        """Return the message of a sample that has ended."""
+        text = self._text(update)
+        return self.served.chat.read(update.tokens, text, self.prompt, self.tools)[0]
 
-    def _added(self, update: Update) -> str:
-        """Return the new text, without an end that may be the start of a stop string or character.
+    def _added(self, update: Update, before: Update) -> str:
+        return self._text(update)[len(self._text(before)) :]
 
-        Such an end is sent when later tokens show what it is.
+    def _text(self, update: Update) -> str:
+        """Return the text of a sample up to its first stop string.
+
+        An unfinished sample's end that may be the start of a stop string or character is left out;
+        it is sent when later tokens show what it is.
         """
-        text = self._call.text(update.tokens)
-        if not update.finish:
-            text = text.rstrip("\ufffd")
-            held = (
-                n
-                for stop in self._call.request.stop
-                for n in range(1, len(stop))
-                if text.endswith(stop[:n])
-            )
-            text = text[: len(text) - max(held, default=0)]
-        added, self._text_sent = text[len(self._text_sent) :], max(text, self._text_sent, key=len)
-        return added
+        request = self.request
+        text = self.served.tokenizer.decode(update.tokens, skip_special=request.skip_special_tokens)
+        kept = request.include_stop_str_in_output
+        ends = [i + kept * len(x) for x in request.stop if (i := text.find(x)) >= 0]
+        text = text[: min(ends, default=None)]
+        if update.finish:
+            return text
+        text = text.rstrip("\ufffd")
+        starts = (stop[:n] for stop in request.stop for n in range(1, len(stop)))
+        held = max((len(each) for each in starts if text.endswith(each)), default=0)
+        return text[: len(text) - held]
 
     def _logprobs(self, update: Update, start: int) -> dict[str, Any]:
         """Return the log-probs of the tokens from `start` on."""
-        call = self._call
         values = update.token_logprobs[start:].astype(float).tolist()
         texts = [
             f"token_id:{token}"
-            if call.request.return_tokens_as_token_ids
-            else call.served.tokenizer.decode([token], skip_special=False)
+            if self.request.return_tokens_as_token_ids
+            else self.served.tokenizer.decode([token], skip_special=False)
             for token in update.tokens[start:]
         ]
-        if call.kind == "completions":
+        if self.kind == "completions":
             found = {"tokens": texts, "token_logprobs": values}
             return {**found, "top_logprobs": None, "text_offset": None}
-        own_bytes = map(call.served.tokenizer.token_bytes, update.tokens[start:])
+        own_bytes = map(self.served.tokenizer.token_bytes, update.tokens[start:])
         return {
             "content": [
                 {"token": x, "logprob": value, "bytes": list(own), "top_logprobs": []}
@@ -388,17 +345,13 @@ def parse(
         )
     tools = [] if kind != "chat" or request.tool_choice == "none" else request.tools
     try:
-        prompts = tuple(map(extend, _prompts(kind, request, served, tools)))
-        stop_ids = _stop_ids(kind, request, served)
-        settings = tuple(_settings(request, served, len(each), stop_ids) for each in prompts)
+        prompt = extend(_prompt(kind, request, served, tools))
+        settings = _settings(kind, request, served, len(prompt))
     except ValueError as error:
         raise ApiError(str(error)) from error
-    if request.n * len(prompts) > (MAX_SAMPLES if served.sampling is None else 1):
-        rule = _WANTED["n"] if served.sampling is None else "a turn of an episode has one sample"
-        raise ApiError(f"n = {request.n} for {len(prompts)} prompts: {rule}", param="n")
     seed = seed if request.seed is None else request.seed
     key = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
-    return Call(kind, served, request, prompts, settings, key, tools)
+    return Call(kind, served, request, prompt, settings, fold_in(key, np.arange(request.n)), tools)
 
 
 def _validated(kind: Kind, body: Mapping[str, Any]) -> Any:
@@ -409,69 +362,46 @@ def _validated(kind: Kind, body: Mapping[str, Any]) -> Any:
     """
     if kind == "generate" and isinstance(own := body.get("sampling_params"), dict):
         body = {**own, **{k: v for k, v in body.items() if k != "sampling_params"}}
-    found = {k: v for k, v in body.items() if v is not None and k not in _UNUSED}
-    # Special tokens are added to texts, and never to chats.
-    neutral = {**_NEUTRAL, "add_special_tokens": kind == "completions"}
-    for name in (_OFF | neutral.keys()) & found.keys():
-        value = found.pop(name)
-        if value if name in _OFF else value != neutral[name]:
-            raise ApiError(f"{name} = {value!r:.80} is not supported. Leave it out", param=name)
-    if isinstance(found.get("stop"), str):
-        found["stop"] = [found["stop"]]
+    model = _MODELS[kind]
     try:
-        request = _MODELS[kind].model_validate(found)
+        given = {k: v for k, v in body.items() if v is not None and k not in _UNUSED}
+        return model.model_validate(given)
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0])
-        rule = _WANTED.get(name, first["msg"])
         if first["type"] == "extra_forbidden":
             rule = "the parameter is not supported. Leave it out"
-        shown = "" if first["type"] == "missing" else f" = {first['input']!r:.80}"
+        else:
+            rule = model.model_fields[name].description or first["msg"]
+        shown = "" if first["type"] == "missing" else f" = {body[name]!r:.80}"
         raise ApiError(f"{name}{shown}: {rule}", param=name) from None
-    if kind != "generate":
-        return request
-    always = ("return_token_ids", "return_tokens_as_token_ids", "logprobs")
-    return request.model_copy(update=dict.fromkeys(always, True))
 
 
-def _prompts(kind: Kind, request: Any, served: Served, tools: Messages) -> tuple[np.ndarray, ...]:
-    """Return the prompts of a request.
+def _prompt(kind: Kind, request: Any, served: Served, tools: Messages) -> np.ndarray:
+    """Return the prompt of a request, int32 [s].
 
     Raises:
-        ApiError, ValueError: a prompt is empty, or cannot be tokenized.
+        ApiError, ValueError: the prompt is empty, or cannot be tokenized.
     """
-    if kind == "generate":
-        prompts = [request.token_ids]
-    elif kind == "chat":
-        prompts = [served.chat.prompt(request.messages, tools, request.chat_template_kwargs)]
+    if kind == "chat":
+        prompt = served.chat.prompt(request.messages, tools, request.chat_template_kwargs)
     else:
-        many = request.prompt
-        if isinstance(many, str) or not many or isinstance(many[0], int):
-            many = [many]
-        encode = served.tokenizer.encode
-        prompts = [encode(x, add_bos=True) if isinstance(x, str) else x for x in many]
-    if any(len(x) == 0 for x in prompts):
+        prompt = request.token_ids if kind == "generate" else request.prompt
+        if isinstance(prompt, str):
+            prompt = served.tokenizer.encode(prompt, add_bos=True)
+    if len(prompt) == 0:
         raise ApiError("the prompt is empty. Give at least one token")
-    return tuple(np.asarray(x, np.int32) for x in prompts)
-
-
-def _stop_ids(kind: Kind, request: _Request, served: Served) -> tuple[int, ...]:
-    if served.sampling is not None:
-        return served.eos_ids
-    own = () if request.ignore_eos else served.eos_ids
-    more = served.chat.stop_ids if kind == "chat" else ()
-    found = tuple(dict.fromkeys((*own, *more, *request.stop_token_ids)))
-    if len(found) > MAX_STOP_IDS:
-        raise ApiError(
-            f"stop_token_ids: with the model's own there are {len(found)} stop tokens, but the "
-            f"limit is {MAX_STOP_IDS}. Send fewer stop_token_ids"
-        )
-    return found
+    return np.asarray(prompt, np.int32)
 
 
 def _settings(
-    request: _Request, served: Served, prompt_length: int, stop_ids: tuple[int, ...]
+    kind: Kind, request: _Request, served: Served, prompt_length: int
 ) -> SamplingSettings:
+    """Return the sampling settings of a prompt.
+
+    Raises:
+        ApiError, ValueError: the response has no room, or a value is out of range.
+    """
     room, run = served.max_length - prompt_length, served.sampling
     wanted = request.max_completion_tokens or request.max_tokens
     if room < 1 or (wanted is not None and wanted > room and run is None):
@@ -482,34 +412,42 @@ def _settings(
             param="max_tokens",
             code="context_length_exceeded",
         )
-    stops = None
+    decode, stops = served.tokenizer.decode, None
     if request.stop:
         if request.min_tokens:
             raise ApiError(
                 "min_tokens with stop: a stop text cannot be prevented before min_tokens tokens. "
                 "Leave out one of them"
             )
-        decode = served.tokenizer.decode
         stops = StopStrings(request.stop, lambda ids: decode(ids, skip_special=False))
-    default = run or SamplingSettings(room)
-    given: dict[str, Any] = {
-        "temperature": request.temperature,
-        "top_p": request.top_p,
-        "top_k": None if request.top_k is None else max(0, request.top_k),
-        "min_new_tokens": request.min_tokens,
-    }
+    most = room if wanted is None else min(wanted, room)
     if run is not None:
-        fixed: dict[str, Any] = {name: (x, getattr(run, name)) for name, x in given.items()}
-        fixed["seed"] = request.seed, None
-        fixed["ignore_eos"] = request.ignore_eos, False
-        fixed["stop_token_ids"] = sorted({*request.stop_token_ids} - {*served.eos_ids}), []
-        for name, (value, own) in fixed.items():
-            if value not in (None, own):
+        fixed = {"n": 1, "temperature": run.temperature, "top_p": run.top_p, "top_k": run.top_k}
+        fixed |= {"min_tokens": run.min_new_tokens, "seed": None, "ignore_eos": False}
+        fixed |= {"stop_token_ids": []}
+        more = sorted({*request.stop_token_ids} - {*served.eos_ids})
+        given = request.model_copy(update={"stop_token_ids": more})
+        for name, own in fixed.items():
+            if (value := getattr(given, name)) not in (None, own):
                 text = f"{name} = {value}: the training run has {own}. Leave it out"
                 raise ApiError(text, param=name)
+        return dataclasses.replace(
+            run, max_new_tokens=most, stop_ids=served.eos_ids, stop_strings=stops
+        )
+    own = () if request.ignore_eos else served.eos_ids
+    more = served.chat.stop_ids if kind == "chat" else ()
+    stop_ids = tuple(dict.fromkeys((*own, *more, *request.stop_token_ids)))
+    if len(stop_ids) > MAX_STOP_IDS:
+        raise ApiError(
+            f"stop_token_ids: with the model's own there are {len(stop_ids)} stop tokens, but the "
+            f"limit is {MAX_STOP_IDS}. Send fewer stop_token_ids"
+        )
     return SamplingSettings(
-        room if wanted is None else min(wanted, room),
+        most,
+        temperature=1.0 if request.temperature is None else request.temperature,
+        top_p=1.0 if request.top_p is None else request.top_p,
+        top_k=request.top_k or 0,
+        min_new_tokens=request.min_tokens or 0,
         stop_ids=stop_ids,
         stop_strings=stops,
-        **{name: getattr(default, name) if x is None else x for name, x in given.items()},
     )

@@ -9,10 +9,9 @@ Invariants: a response has the version of the adapter that it names, and every t
 log-prob; a request that fails is sent again, or ends the run.
 """
 
+import collections
 import contextlib
 import dataclasses
-import functools
-import json
 import math
 import os
 import queue
@@ -28,7 +27,8 @@ import numpy as np
 
 from tba_jax.decoding.requests import Response, SamplingSettings, Statistics
 from tba_jax.decoding.stop_strings import StopStrings
-from tba_jax.devices.worker import StopFlag, Worker
+from tba_jax.devices.worker import StopFlag
+from tba_jax.models import lora
 from tba_jax.models.architecture import TransformerConfig
 from tba_jax.models.hf import adapter_files
 from tba_jax.serving.failures import FailureLines
@@ -37,9 +37,9 @@ T = TypeVar("T")
 
 _CHECK_TIMEOUT_S = 60.0
 _MOST_PAUSE_S = 30.0  # longest pause between two attempts
-_MOST_UNUSABLE = 5  # attempts where a server responds, but not usefully
+_MOST_ATTEMPTS = {"server_down": math.inf, "server_refused": 1}  # of one name; others: 5
+_KEPT = 2  # versions in the server: requests under way end with the one that they began with
 _STEP_S = 0.02  # longest wait of a step
-_POLL_S = 0.5
 _START = "Start it with vllm serve MODEL --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
 
 
@@ -59,24 +59,6 @@ class _Failed(Exception):
     def __init__(self, name: str, text: str) -> None:
         super().__init__(text)
         self.name = name
-        few = {"server_refused": 1, "server_no_model": _MOST_UNUSABLE}
-        few["server_nonsense"] = _MOST_UNUSABLE
-        self.most_attempts = few.get(name, math.inf)
-
-
-@dataclasses.dataclass(eq=False)
-class Adapter:
-    """An adapter in the server.
-
-    Attributes:
-        folder: folder of its files; its name is the adapter's name in the server.
-        version: version of the weights.
-        users: number of sessions and unfinished requests that sample with the adapter.
-    """
-
-    folder: Path
-    version: int
-    users: int = 0
 
 
 class InferenceServer:
@@ -121,12 +103,14 @@ class InferenceServer:
         self._longest, self._timeout_s = longest, timeout_s
         self._http = urllib3.PoolManager(maxsize=256, retries=False)
         self._name = f"tba-{uuid.uuid4().hex[:8]}"
-        self._lock = threading.Lock()  # of the counts of users
         self._loading = threading.Lock()
-        self._adapters: dict[int, Adapter] = {}
+        self._adapters: dict[int, Path] = {}  # loaded ones by version, the newest last
 
-    def check(self) -> None:
+    def check(self, *, loads: bool = True) -> None:
         """Ask the server for its model and for one token.
+
+        Args:
+            loads: whether to load an adapter, too.
 
         Raises:
             ValueError: the server or its model cannot be used.
@@ -149,33 +133,27 @@ class InferenceServer:
             prompt, key = np.array(self.eos_ids[:1]), np.zeros(2, np.uint32)
             body = _request(str(card["id"]), prompt, key, SamplingSettings(1))
             _read(self._send("POST", "/completions", body, _CHECK_TIMEOUT_S), body)
+            if loads:
+                folder = self._folder / f"{self._name}-check"
+                fresh = lora.init_adapters(self._policy, 0)
+                adapter_files.write(folder, self._policy, fresh, self._base)
+                try:
+                    self._load(folder)
+                finally:
+                    self._unload(folder)
         except _Failed as error:
             raise ValueError(
                 f"config.search.engine = {self._url!r}: {error} ({error.name}). {_START}"
             ) from error
 
-    def unload_earlier(self) -> None:
-        """Unload adapters that a killed process of this run left, and delete their folders.
-
-        One process of a run calls this, before another loads adapters.
-        """
-        for folder in self._folder.glob("tba-*"):
-            self._unload(Adapter(folder, 0))
-
     def session(
-        self,
-        params: Any,
-        *,
-        num_slots: int,
-        version: int = 0,
-        keeps_caches: bool = False,
+        self, params: Any, *, num_slots: int, version: int = 0, **unused: Any
     ) -> "ServerSession":
         """Return an empty session; `params` are adapters, other arguments as in `Decoder`."""
-        del keeps_caches
         return ServerSession(self, num_slots, params, version)
 
-    def acquire(self, version: int, adapters: Any) -> Adapter:
-        """Return the adapter of a version; load it if needed, and count one more user.
+    def publish(self, version: int, adapters: Any) -> None:
+        """Load the adapter of a version, unless it is loaded; later requests sample with it.
 
         Args:
             version: version of the weights.
@@ -185,44 +163,25 @@ class InferenceServer:
             ServerError: the server does not load it.
         """
         with self._loading:
-            with self._lock:
-                found = self._adapters.get(version)
-                if found is not None:
-                    found.users += 1
-                    return found
-            adapter = Adapter(self._folder / f"{self._name}-{version}", version, 1)
-            adapter_files.write(adapter.folder, self._policy, adapters, self._base)
-            try:
-                self._repeat(lambda: self._load(adapter))
-            except ServerError:
-                shutil.rmtree(adapter.folder, ignore_errors=True)
-                raise
-            with self._lock:
-                self._adapters[version] = adapter
-            return adapter
-
-    def share(self, current: Callable[[], Adapter]) -> Adapter:
-        """Count one more user of the adapter that `current` returns; return the adapter."""
-        with self._lock:
-            adapter = current()
-            adapter.users += 1
-        return adapter
-
-    def release(self, adapter: Adapter) -> None:
-        """Subtract one from the users of an adapter; unload an adapter without users."""
-        with self._lock:
-            adapter.users -= 1
-            if adapter.users or self._adapters.pop(adapter.version, None) is None:
+            if version in self._adapters:
                 return
-        self._unload(adapter)
+            folder = self._folder / f"{self._name}-{version}"
+            adapter_files.write(folder, self._policy, adapters, self._base)
+            try:
+                self._repeat(lambda: self._load(folder))
+            except ServerError:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+            self._adapters[version] = folder
+            while len(self._adapters) > _KEPT:
+                self._unload(self._adapters.pop(next(iter(self._adapters))))
 
     def sample(
-        self, adapter: Adapter, prompt: np.ndarray, key: np.ndarray, settings: SamplingSettings
-    ) -> tuple[np.ndarray, np.ndarray, bool]:
-        """Return a response: tokens, int32 [t], log-probs, float32 [t], and whether it has an end.
+        self, prompt: np.ndarray, key: np.ndarray, settings: SamplingSettings
+    ) -> tuple[np.ndarray, np.ndarray, bool, int]:
+        """Return tokens, int32 [t], log-probs, float32 [t], whether they have an end, and version.
 
         Args:
-            adapter: the adapter.
             prompt: int32 [s].
             key: uint32 [2]; some servers ignore the seed that it becomes.
             settings: limits, temperature, stop tokens and stop strings.
@@ -231,15 +190,16 @@ class InferenceServer:
             ServerError: no attempt gave a usable response.
         """
         most, stops = settings.max_new_tokens, settings.stop_strings
-        body = _request(adapter.folder.name, prompt, key, settings)
 
-        def attempt() -> tuple[np.ndarray, np.ndarray, bool]:
+        def attempt() -> tuple[np.ndarray, np.ndarray, bool, int]:
+            version, folder = list(self._adapters.items())[-1]
+            body = _request(folder.name, prompt, key, settings)
             try:
                 found = self._send("POST", "/completions", body)
             except _Failed as error:
                 if error.name == "server_no_model":  # a restarted server has no adapters
                     with contextlib.suppress(_Failed):  # the next attempt shows whether it is there
-                        self._load(adapter)
+                        self._load(folder)
                 raise
             tokens, logprobs = _read(found, body)
             is_stop = np.isin(tokens, body["stop_token_ids"])
@@ -253,30 +213,31 @@ class InferenceServer:
                     f"a response ends after {len(tokens)} of {most} tokens without a stop token "
                     "or stop string of the run",
                 )
-            return tokens[: min(size, most)], logprobs[: min(size, most)], size <= most
+            tokens, logprobs = tokens[: min(size, most)], logprobs[: min(size, most)]
+            return tokens, logprobs, size <= most, version
 
         return self._repeat(attempt)
 
     def close(self) -> None:
         """Stop retrying requests, and unload the adapters."""
         self.stop.set()
-        with self._lock:
-            left, self._adapters = list(self._adapters.values()), {}
-        for adapter in left:
-            self._unload(adapter)
+        with self._loading:
+            while self._adapters:
+                self._unload(self._adapters.popitem()[1])
 
-    def _load(self, adapter: Adapter) -> None:
-        body = {"lora_name": adapter.folder.name, "lora_path": str(adapter.folder)}
+    def _load(self, folder: Path) -> None:
+        body = {"lora_name": folder.name, "lora_path": str(folder)}
         self._send("POST", "/load_lora_adapter", body)
 
-    def _unload(self, adapter: Adapter) -> None:
-        body = {"lora_name": adapter.folder.name}
+    def _unload(self, folder: Path) -> None:
+        """Unload an adapter, and delete its folder."""
+        body = {"lora_name": folder.name}
         try:
             self._send("POST", "/unload_lora_adapter", body, _CHECK_TIMEOUT_S)
         except _Failed as error:
             if error.name != "server_no_model":  # a restarted server has no adapters
                 self.failures.report("server_unload", str(error), "request(s) failed as")
-        shutil.rmtree(adapter.folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
     def _repeat(self, attempt: Callable[[], T]) -> T:
         """Return the result of the first attempt that does not fail.
@@ -284,21 +245,24 @@ class InferenceServer:
         Raises:
             ServerError: the time is over, or the server refuses.
         """
-        start_s, pause_s, attempts = time.monotonic(), 0.5, 0
+        start_s, pause_s = time.monotonic(), 0.5
+        attempts = collections.Counter[str]()  # by the name of their failure
         while True:
             try:
                 return attempt()
             except _Failed as error:
                 failed = error
-            attempts += 1
+            attempts[failed.name] += 1
             self.failures.report(failed.name, str(failed), "request(s) failed as")
             spent_s = time.monotonic() - start_s
             left_s = 2 * self._timeout_s - spent_s
-            if attempts >= failed.most_attempts or left_s <= 0 or self.stop.is_set():
+            is_last = attempts[failed.name] >= _MOST_ATTEMPTS.get(failed.name, 5)
+            if is_last or left_s <= 0 or self.stop.is_set():
                 remedy = _START if failed.name == "server_no_model" else "Repair the server"
                 raise ServerError(
-                    f"search.engine = {self._url!r}: {failed} ({failed.name}; {attempts} attempts "
-                    f"in {spent_s:.0f} s). {remedy}, then run the same command again to continue"
+                    f"search.engine = {self._url!r}: {failed} ({failed.name}; "
+                    f"{attempts.total()} attempts in {spent_s:.0f} s). {remedy}, then run the "
+                    "same command again to continue"
                 ) from failed
             self.stop.wait(min(pause_s, left_s))
             pause_s = min(2 * pause_s, _MOST_PAUSE_S)
@@ -313,16 +277,13 @@ class InferenceServer:
         """
         import urllib3
 
-        headers = {"content-type": "application/json"}
-        if key := os.environ.get("OPENAI_API_KEY"):
-            headers["authorization"] = f"Bearer {key}"
-        timeout_s = timeout_s or self._timeout_s
+        key, timeout_s = os.environ.get("OPENAI_API_KEY"), timeout_s or self._timeout_s
         try:
             found = self._http.request(
                 method,
                 self._url + path,
-                body=None if body is None else json.dumps(body).encode(),
-                headers=headers,
+                json=body,
+                headers={"authorization": f"Bearer {key}"} if key else None,
                 timeout=urllib3.Timeout(connect=min(10.0, timeout_s), read=timeout_s),
             )
         except urllib3.exceptions.ReadTimeoutError:
@@ -331,14 +292,15 @@ class InferenceServer:
             raise _Failed("server_down", f"not reachable ({type(error).__name__})") from error
         if found.status == 200:
             try:
-                value = json.loads(found.data)
+                value = found.json()
             except ValueError:
                 value = None
             return value if isinstance(value, dict) else {}
         text = f"HTTP {found.status} from {path}: {found.data[:300].decode(errors='replace')}"
-        if found.status in (408, 429) or found.status >= 500:
-            raise _Failed("server_down", text)
-        raise _Failed("server_no_model" if found.status == 404 else "server_refused", text)
+        if found.status == 404:
+            raise _Failed("server_no_model", text)
+        is_brief = found.status in (408, 429) or found.status >= 500
+        raise _Failed("server_down" if is_brief else "server_refused", text)
 
 
 def _request(
@@ -385,10 +347,8 @@ def _read(found: Mapping[str, Any], body: Mapping[str, Any]) -> tuple[np.ndarray
         wrong = f"is of the model {found.get('model')!r:.80}, not of {body['model']!r}"
     elif sent not in (None, body["prompt"]):
         wrong = "is to a prompt with other tokens"
-    elif not isinstance(ids, list) or not all(isinstance(x, int) and x >= 0 for x in ids):
+    elif not ids or not all(isinstance(x, int) and x >= 0 for x in ids):
         wrong = "has no token_ids: this server cannot return token IDs"
-    elif not ids:
-        wrong = "has no tokens"
     elif len(values) != len(ids) or not np.isfinite(np.array(values, float)).all():
         wrong = f"has {len(ids)} tokens without a finite log-prob of each"
     if wrong:
@@ -397,21 +357,19 @@ def _read(found: Mapping[str, Any], body: Mapping[str, Any]) -> tuple[np.ndarray
 
 
 class ServerSession:
-    """Replaces a session on devices: a queue of prompts whose responses come from a server.
+    """Replaces a session on devices: prompts whose responses come from a server.
 
-    One thread drives it; `num_slots` others send the requests.
+    One thread drives it; each response has a thread that sends its request. The server decides
+    which caches it keeps.
     """
 
     def __init__(self, server: InferenceServer, num_slots: int, params: Any, version: int) -> None:
         self.num_slots, self.version = num_slots, version
         self.statistics = Statistics()
         self._server = server
-        self._adapter = server.acquire(version, params)
-        self._jobs: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        server.publish(version, params)
         self._results: queue.SimpleQueue[Response | Exception] = queue.SimpleQueue()
         self._num_submitted = self._num_open = 0
-        for i in range(num_slots):
-            Worker(f"server-client-{i}", self._work, server.stop, idle_s=0.0).start()
 
     @property
     def is_idle(self) -> bool:
@@ -430,7 +388,7 @@ class ServerSession:
         settings: SamplingSettings,
         temperatures: np.ndarray | None = None,
     ) -> int:
-        """Queue one prompt; arguments and result as of `Session.submit`."""
+        """Request responses to one prompt; arguments and result as of `Session.submit`."""
         index = self._num_submitted
         self._num_submitted += 1
         self._num_open += len(keys)
@@ -442,17 +400,17 @@ class ServerSession:
         for j, key in enumerate(keys):
             own = settings.temperature if temperatures is None else float(temperatures[j])
             each = dataclasses.replace(settings, temperature=own)
-            self._jobs.put(functools.partial(self._sample, index, j, prompt, key, each))
+            row = (index, j, prompt, key, each)
+            threading.Thread(target=self._sample, args=row, daemon=True).start()
         return index
 
     def swap(self, params: Any, version: int) -> None:
         """Sample later requests with other weights."""
-        before, self._adapter = self._adapter, self._server.acquire(version, params)
+        self._server.publish(version, params)
         self.version = version
-        self._server.release(before)
 
     def forget(self, conversation: np.ndarray) -> None:
-        """Do nothing: the server decides which caches it keeps."""
+        """Do nothing."""
 
     def step(self) -> list[Response]:
         """Wait a short time for responses, and return those that have arrived.
@@ -461,18 +419,13 @@ class ServerSession:
             ServerError: a request got no usable response.
         """
         start_s = time.perf_counter()
-        self._server.stop.check()
         found: list[Response] = []
-        wait_s = _STEP_S if self._num_open else 0.0
-        while True:
-            try:
-                response = self._results.get(timeout=wait_s)
-            except queue.Empty:
-                break
-            if isinstance(response, Exception):
-                raise response
-            found.append(response)
-            wait_s = 0.0
+        with contextlib.suppress(queue.Empty):
+            while True:
+                response = self._results.get(timeout=_STEP_S if self._num_open and not found else 0)
+                if isinstance(response, Exception):
+                    raise response
+                found.append(response)
         self._num_open -= len(found)
         self.statistics.tokens += sum(len(y.tokens) for y in found)
         self.statistics.decode_s += time.perf_counter() - start_s
@@ -483,25 +436,14 @@ class ServerSession:
         while not self.is_idle:
             yield from self.step()
 
-    def _work(self) -> bool:
-        try:
-            self._jobs.get(timeout=_POLL_S)()
-        except queue.Empty:
-            return False
-        return True
-
     def _sample(
         self, index: int, sample: int, prompt: np.ndarray, key: np.ndarray, own: SamplingSettings
     ) -> None:
         """Put the response to one request, or an error, into the results."""
-        adapter = self._server.share(lambda: self._adapter)
         try:
-            tokens, logprobs, has_eos = self._server.sample(adapter, prompt, key, own)
-            version = adapter.version
+            tokens, logprobs, has_eos, version = self._server.sample(prompt, key, own)
             versions = np.full(len(tokens), version, np.int32)
             row = (tokens, logprobs, has_eos, version, version, own.temperature, versions)
             self._results.put(Response(index, sample, *row))
         except Exception as error:  # raised again by the thread of the session
             self._results.put(error)
-        finally:
-            self._server.release(adapter)

@@ -39,7 +39,7 @@ class Dice:
         pass
 
     def step(self, text):
-        return f"{random.random()} {np.random.random()}", 0.0, False
+        return f" {random.random()} {np.random.random()} ", 0.0, text == "end"
 
 
 class Counter:

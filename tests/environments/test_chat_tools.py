@@ -65,19 +65,18 @@ def test_a_class_with_tools_runs_in_the_format_of_the_model(played, capsys):
 
 
 def test_an_error_of_the_library_within_an_episode_is_a_rejection_of_that_episode(
-    played, tmp_path, monkeypatch, capsys
+    played, monkeypatch, capsys
 ):
     """The library cannot read the second turn; the first one's call has been executed."""
     turns = [call("add", '{"n": 4}'), call("add", '{"n": 5}')]
-    tokenizer = qwen_like_tokenizer(tmp_path)
-    parse = RendererFormat._parsed
+    read = RendererFormat.read
 
-    def fails(self, tokens, *others):
-        if "5" in tokenizer.decode(tokens):
+    def fails(self, tokens, text, *others):
+        if '"n": 5' in text:
             self._renderer = None  # an AttributeError in the call of the library
-        return parse(self, tokens, *others)
+        return read(self, tokens, text, *others)
 
-    monkeypatch.setattr(RendererFormat, "_parsed", fails)
+    monkeypatch.setattr(RendererFormat, "read", fails)
     y, session, _ = played(turns)
     assert y.verdict == Verdict(None, "environment_template")
     assert len(session.contexts) == 2 and y.num_sampled > 2

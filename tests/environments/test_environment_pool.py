@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from fake_sessions import Scripted, all_played, played, row
 
-from tba_jax.decoding.requests import Response
-from tba_jax.environments.pool import Ended, EnvironmentPool
-from tba_jax.flow.trajectory import Prompt
+from tba_jax.environments.pool import EnvironmentPool
+from tba_jax.rewards.scores import Verdict
 from tba_jax.serving.protocol import Served
 
 FILE = Path(__file__).with_name("environments_for_tests.py")
@@ -38,11 +38,9 @@ class Chat:
         before, whole = np.concatenate([prompt, completion]), self.prompt(messages, tools)
         return whole if np.array_equal(whole[: len(before)], before) else None
 
-    def message(self, tokens, text, prompt, tools):
-        return {"role": "assistant", "content": text}
-
-    def calls(self, tokens, prompt, tools):
-        return json.loads(Letters().decode(tokens))
+    def read(self, tokens, text, prompt, tools):
+        calls = json.loads(text) if text.startswith("[") else []
+        return {"role": "assistant", "content": text}, calls
 
 
 def pool_of(name, timeout_s=5.0, **options):
@@ -52,37 +50,27 @@ def pool_of(name, timeout_s=5.0, **options):
     return pool
 
 
-def begun(pool, **columns):
-    environment = pool.open(Prompt(0, "p", Letters().encode("p"), columns))
-    environment.begin()
-    return environment
+def play(pool, turns, *rows):
+    """Texts and ends of the episodes of rows, whose prompts select their turns."""
+    num_turns = dict.fromkeys(turns, 0)
+
+    def next_turn(prompt):
+        name = Letters().decode(prompt)[0]
+        num_turns[name] += 1
+        return turns[name][num_turns[name] - 1]
+
+    rows = rows or [row(Letters(), name) for name in turns]
+    found = all_played(pool, Scripted(Letters(), next_turn), rows)
+    return [
+        (y.finish, y.verdict, [Letters().decode(y.tokens[path]) for path in y.paths]) for y in found
+    ]
 
 
-def send(environment, turn):
-    tokens = Letters().encode(turn if isinstance(turn, str) else json.dumps(turn))
-    environment.turn(Response(0, 0, tokens, np.zeros(len(tokens), np.float32), True, 0, 0))
+CHAT = {"prompt": [{"role": "user", "content": "p"}]}
 
 
-def answer(environment, limit_s=60.0):
-    """The text of the next prompt, or the end."""
-    end = time.monotonic() + limit_s
-    while (found := environment.poll()) is None:
-        assert time.monotonic() < end
-        time.sleep(0.005)
-    return found if isinstance(found, Ended) else Letters().decode(found.prompt)
-
-
-def said(environment, turn):
-    send(environment, turn)
-    return answer(environment)
-
-
-def called(environment, *calls):
-    """The results of the calls of a turn, or the end."""
-    before = Letters().decode(environment._prompt)
-    calls = [{"id": str(i), **call} for i, call in enumerate(calls)]
-    found = said(environment, calls)
-    return found if isinstance(found, Ended) else found.removeprefix(before + json.dumps(calls))
+def calls(*each):
+    return json.dumps([{"id": str(i), **call} for i, call in enumerate(each)])
 
 
 @pytest.fixture(scope="module")
@@ -93,57 +81,45 @@ def games():
 
 
 def test_an_environment_with_step_is_asked_turn_by_turn_and_its_rewards_are_added(games):
-    environment = begun(games)
-    assert answer(environment) == "p"
-    assert said(environment, "a") == "pap:a"
-    assert said(environment, "b") == "pap:abp:b"
-    assert said(environment, "end") == Ended("done", 3.0)
+    ((finish, verdict, texts),) = play(games, {"p": ["a", "b", "end"]})
+    assert (finish, verdict, texts) == ("done", Verdict(3.0, None), ["ap:abp:bend"])
 
 
 def test_a_chat_whose_template_drops_a_turn_begins_another_path(games):
-    environment = begun(games, prompt=[{"role": "user", "content": "p"}])
-    answer(environment)
-    wanted = "pa[{'role': 'user', 'content': 'p'}]:a"
-    assert said(environment, "a") == wanted
     games.served.chat.drops = "b"
-    send(environment, "b")
-    while (found := environment.poll()) is None:
-        time.sleep(0.005)
-    del games.served.chat.drops
+    try:
+        ((_, verdict, texts),) = play(games, {"p": ["a", "b", "end"]}, row(Letters(), "p", **CHAT))
+    finally:
+        del games.served.chat.drops
     # The dropped letter is in the prompt of no turn, and what was sampled before is given text.
-    assert found.path == 1
-    assert Letters().decode(found.prompt) == wanted + "[{'role': 'user', 'content': 'p'}]:"
+    said = str(CHAT["prompt"])
+    assert texts == [f"a{said}:ab", f"a{said}:a{said}:end"] and verdict.reward == 3.0
 
 
 def test_processes_draw_different_numbers():
     pool = pool_of(f"{FILE}:Dice")
-    environments = [begun(pool) for _ in range(3)]
-    for environment in environments:
-        answer(environment)
-        send(environment, "")
-    drawn = [answer(environment).split() for environment in environments]
-    assert [len(set(numbers)) for numbers in zip(*drawn, strict=True)] == [3, 3]
+    found = play(pool, {name: ["x", "end"] for name in "abc"})
+    drawn = [x for _, _, (text,) in found for x in text.split() if "." in x]
+    assert len(set(drawn)) == 6
     pool.close()
 
 
-@pytest.mark.parametrize(
-    ("text", "name"),
-    [
-        ("hang", "environment_timeout"),
-        ("die", "environment_crash"),
-        ("raise", "environment_error"),
-        ("type", "environment_type"),
-        ("nan", "environment_nan"),
-    ],
-)
-def test_a_failure_has_a_name_a_line_and_costs_no_other_episode(games, text, name, capsys):
-    other, bad = begun(games), begun(games)
-    assert answer(other) == answer(bad) == "p"
-    assert said(bad, text) == Ended(failure=name)
+FAILURES = {
+    "hang": "environment_timeout",
+    "die": "environment_crash",
+    "raise": "environment_error",
+    "type": "environment_type",
+    "nan": "environment_nan",
+}
+
+
+@pytest.mark.parametrize("text", FAILURES)
+def test_a_failure_has_a_name_a_line_and_costs_no_other_episode(games, text, capsys):
+    bad, other = play(games, {"b": [text], "p": ["a", "end"]})
+    assert bad[1] == Verdict(None, FAILURES[text]) and bad[2] == [text]
     (line,) = capsys.readouterr().err.splitlines()
-    assert str(FILE) in line and name in line
-    assert said(other, "a") == "pap:a"
-    other.release()
+    assert str(FILE) in line and FAILURES[text] in line
+    assert other[1] == Verdict(2.0, None)
 
 
 def test_a_class_written_for_trl_has_tools_and_a_reward_that_may_be_awaited():
@@ -151,18 +127,18 @@ def test_a_class_written_for_trl_has_tools_and_a_reward_that_may_be_awaited():
     try:
         assert pool.has_tools and pool.has_reward
         pool.schemas = [{}]
-        messages = [{"role": "user", "content": "Count "}]
-        environment = begun(pool, prompt=messages, start=3, more=1)
-        assert answer(environment) == "Count from 3"
-        assert called(environment, {"name": "add", "arguments": {"n": 4}}) == "7"
-        for call, result in (
-            ({"name": "add", "arguments": {"m": 4}}, "error: TypeError"),
-            ({"name": "add", "error": "no JSON"}, "error: no JSON"),
-            ({"name": "reset"}, "error: no tool 'reset'; there are add"),
-        ):
-            assert called(environment, call).startswith(result)
-        assert environment.num_failed_calls == 3
-        assert called(environment) == Ended("eos", 7.0)
+        turns = [
+            calls({"name": "add", "arguments": {"n": 4}}),
+            calls({"name": "add", "arguments": {"m": 4}}, {"name": "add", "error": "no JSON"}),
+            calls({"name": "reset"}),
+            "stop",
+        ]
+        session = Scripted(Letters(), turns)
+        y = played(pool, session, row(Letters(), "p", **CHAT, start=3, more=1))
+        first, *_, last = map(Letters().decode, session.contexts)
+        assert first == "pfrom 3" and f"{turns[0]}7{turns[1]}error: TypeError" in last
+        assert "error: no JSON" in last and "error: no tool 'reset'; there are add" in last
+        assert (y.finish, y.verdict, y.num_failed_calls) == ("eos", Verdict(7.0, None), 3)
     finally:
         pool.close()
 
@@ -172,14 +148,12 @@ def test_typed_functions_are_tools_without_a_state_or_a_reward():
     try:
         assert pool.has_tools and not pool.has_reward
         pool.schemas = [{}]
-        environment = begun(pool, prompt=[{"role": "user", "content": "p"}])
-        assert answer(environment) == "p"
-        calls = [
+        asked = calls(
             {"name": "lookup", "arguments": {"key": "a"}},
             {"name": "calculator", "arguments": {"expression": "3*4"}},
-        ]
-        assert called(environment, *calls) == "112"
-        assert called(environment) == Ended("eos", None)
+        )
+        ((finish, verdict, texts),) = play(pool, {"p": [asked, "x"]}, row(Letters(), "p", **CHAT))
+        assert (finish, verdict, texts) == ("eos", None, [f"{asked}112x"])
     finally:
         pool.close()
 
@@ -188,42 +162,41 @@ def test_many_episodes_share_few_processes_and_coroutines_run_concurrently():
     pool = pool_of(f"{FILE}:Concurrent", 20.0)
     pool.schemas = [{}]
     try:
-        messages = [{"role": "user", "content": ""}]
-        episodes = [begun(pool, prompt=messages, start=i % 5) for i in range(64)]
-        assert {answer(each) for each in episodes} == {f"from {i}" for i in range(5)}
-        start_s, call = time.monotonic(), [{"id": "0", "name": "wait"}]
-        for environment in episodes:
-            send(environment, call)
-        pids = {answer(each).partition("]")[2] for each in episodes}
+        rows = [row(Letters(), "p", **CHAT, start=i % 5) for i in range(64)]
+        session = Scripted(Letters(), lambda p: "x" if "]" in Letters().decode(p) else waits)
+        session.num_slots, waits = 64, calls({"name": "wait"})
+        start_s = time.monotonic()
+        found = all_played(pool, session, rows)
         assert time.monotonic() - start_s < 64 / 4 * 0.3
+        pids = {Letters().decode(y.tokens).partition("]")[2][:-1] for y in found}
         assert pids == {str(each.process.pid) for each in pool.workers.workers}
         assert len(pids) == 4
-        found = [called(each) for each in episodes]
         # Booleans, None and numpy's scalars count as in reward functions.
-        assert [x.reward for x in found[:4]] == [1.0, None, 0.5, 1.0]
-        assert {x.failure for x in found[4::5]} == {"environment_type"}
-        assert {x.failure for i, x in enumerate(found) if i % 5 < 4} == {""}
+        wanted = [(1.0, None), (None, "reward_none"), (0.5, None), (1.0, None)]
+        wanted = [Verdict(*each) for each in [*wanted, (None, "environment_type")]]
+        assert [y.verdict for y in found] == [wanted[i % 5] for i in range(64)]
     finally:
         pool.close()
 
 
 def test_a_call_that_hangs_costs_the_episodes_of_its_worker_and_no_other(capsys):
     pool = pool_of(f"{FILE}:Game", 1.0, num_workers=2)
-    lost, hung = Ended(failure="environment_lost"), Ended(failure="environment_timeout")
     try:
-        episodes = [begun(pool) for _ in range(4)]
-        assert {answer(each) for each in episodes} == {"p"}
-        for environment, text in zip(episodes, ("hang", "a", "b", "a"), strict=True):
-            send(environment, text)
-        assert [answer(each) for each in episodes] == [hung, "pap:a", lost, "pap:a"]
-        again = begun(pool)
-        assert answer(again) == "p" and said(again, "a") == "pap:a"
-        # Episodes that waited for the policy are lost, too.
-        assert said(episodes[1], "die") == Ended(failure="environment_crash")
-        assert said(episodes[3], "a") == lost
+        turns = {"a": ["hang"], "b": ["nap", "end"], "c": ["a", "a"], "d": ["a", "end"]}
+        reasons = [verdict.reason for _, verdict, _ in play(pool, turns)]
+        assert reasons == ["environment_timeout", None, "environment_lost", None]
+        ((_, verdict, _),) = play(pool, {"p": ["a", "end"]})
+        assert verdict == Verdict(2.0, None)
     finally:
         pool.close()
     assert "a turn took longer than 1 s (reward.timeout_s)" in capsys.readouterr().err
+
+
+def test_a_pool_that_is_closed_ends_the_session_that_waits_for_it():
+    pool = pool_of(f"{FILE}:Game", 60.0)
+    session = Scripted(Letters(), lambda prompt: pool.close() or "hang")
+    with pytest.raises(RuntimeError, match="environments of this run were closed"):
+        played(pool, session, row(Letters(), "p"))
 
 
 @pytest.mark.parametrize(

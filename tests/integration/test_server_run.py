@@ -25,7 +25,7 @@ def run_with(model, workdir, *overrides, cache):
     done = run(workdir, *LORA, *server, *overrides, cache=cache, timeout=600)
     assert done.returncode == 0, done.stderr
     # Every adapter was unloaded, and its folder removed.
-    assert model.names == [] and not list((workdir / "adapters").glob("*"))
+    assert not model.loaded and not list((workdir / "adapters").glob("*"))
     records = [r for r in lines(workdir / "metrics.jsonl") if "train/loss" in r]
     ledger = json.loads((workdir / "report.json").read_text())["ledger"]
     return records, ledger, done.stderr

@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 
-from tba_jax.environments.episodes import Episode
+from tba_jax.environments.episode import Episode
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.rewards.scores import Grader, Scores
 from tba_jax.search.groups import assemble, grade_groups, measure

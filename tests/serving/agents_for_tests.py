@@ -81,10 +81,10 @@ def misbehave(base_url, row):
             complete(base_url, prompt, temperature="hot")
         case "no turn":
             return 1.0
-        case "two at once":
-            for _ in range(16):
-                threading.Thread(target=refused, args=(base_url, prompt)).start()
-            time.sleep(1000)
+        case "three at once":  # answered one after another
+            threads = [threading.Thread(target=complete, args=(base_url, prompt)) for _ in range(3)]
+            for act in (threading.Thread.start, threading.Thread.join):
+                list(map(act, threads))
         case "nonsense":
             complete(base_url, [1, 10**6])
         case "first token":

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Agents over HTTP as environments: exact tokens and log-probs, and every way to fail by a name."""
 
+import asyncio
+import contextlib
 import dataclasses
 import time
 import types
@@ -16,16 +18,16 @@ from served_model import folder_with_template
 
 from tba_jax.config.schema import make_config
 from tba_jax.decoding.keys import row_keys
-from tba_jax.decoding.requests import Response
+from tba_jax.environments.episode import Attempt, continues
 from tba_jax.environments.episodes import EpisodeSession
-from tba_jax.environments.pool import continues
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import unstack_layers
+from tba_jax.rewards.scores import Verdict
 from tba_jax.run.model_parts import START_MODEL, make_decoder
 from tba_jax.run.task_parts import make_environments
 from tba_jax.search.sampler import sampling_settings
-from tba_jax.serving.protocol import ApiError, Generation
+from tba_jax.serving.protocol import ApiError
 
 FILE = Path(__file__).with_name("agents_for_tests.py")
 LIMIT = 48
@@ -48,13 +50,13 @@ def model(tmp_path_factory):
     return types.SimpleNamespace(config=config, **names)
 
 
-def bound(model):
-    return logprob_bound(model.config, 1 + LIMIT, START_MODEL_LOGIT)
-
-
+@contextlib.contextmanager
 def pool_of(model, name):
     task = dataclasses.replace(model.settings.task, environment=f"{FILE}:{name}")
-    return make_environments(dataclasses.replace(model.settings, task=task), model.tokenizer)
+    pool = make_environments(dataclasses.replace(model.settings, task=task), model.tokenizer)
+    with contextlib.closing(pool):
+        pool.check()
+        yield pool
 
 
 def drawn(model, environments, rows, *, max_turns=8, swap=None):
@@ -92,6 +94,14 @@ def scored(model, params, rows, episode):
     )
 
 
+def assert_log_probs(model, episode, values):
+    bound = logprob_bound(model.config, 1 + LIMIT, START_MODEL_LOGIT)
+    own = episode.token_logprobs
+    np.testing.assert_allclose(own[episode.is_sampled], values, rtol=0, atol=bound)
+    assert not own[~episode.is_sampled].any()
+    assert episode.verdict == Verdict(len(values) / 10, None)  # no token was lost or counted twice
+
+
 ROWS = [
     {"prompt": text, "kind": kind}
     for text in ("7+5-3=", "1-1+6=", "9+9-8=")
@@ -99,64 +109,42 @@ ROWS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def talked(model):
-    """Episodes of agents that talk."""
-    environments = pool_of(model, "talk")
-    try:
-        environments.check()
-        return drawn(model, environments, ROWS)
-    finally:
-        environments.close()
-
-
-def test_every_sampled_token_has_the_log_prob_that_the_scorer_gives_it(model, talked):
-    assert {y.verdict.reason for y in talked} == {None}
-    for y, row in zip(talked, ROWS, strict=True):
-        own = scored(model, model.params, ROWS, y)
-        np.testing.assert_allclose(y.token_logprobs[y.is_sampled], own, rtol=0, atol=bound(model))
-        assert y.verdict.reward == len(own) / 10  # no token was lost, or counted twice
-        text = model.tokenizer.decode(y.tokens)
-        assert text.startswith(row["prompt"]) and not y.token_logprobs[~y.is_sampled].any()
+def test_every_sampled_token_has_the_log_prob_that_the_scorer_gives_it(model):
+    with pool_of(model, "talk") as environments:
+        episodes = drawn(model, environments, ROWS)
+    for y, row in zip(episodes, ROWS, strict=True):
+        assert_log_probs(model, y, scored(model, model.params, ROWS, y))
+        assert model.tokenizer.decode(y.tokens).startswith(row["prompt"])
         assert (np.diff(y.is_sampled.astype(int)) == 1).sum() == 3  # turns
 
 
 def test_turns_after_a_weight_change_have_the_log_probs_of_the_new_weights(model):
     other = jax.tree.map(lambda x: x * 1.02, model.params)
-    swap = unstack_layers(other, model.config)
-    environments = pool_of(model, "talk")
-    try:
-        environments.check()
+    with pool_of(model, "talk") as environments:
+        swap = unstack_layers(other, model.config)
         (y,) = drawn(model, environments, ROWS[:1], swap=swap)
-    finally:
-        environments.close()
     assert (y.version_min, y.version_max) == (3, 4)
     before, after = (scored(model, each, ROWS, y) for each in (model.params, other))
     num_first = np.argmax(~y.is_sampled[np.argmax(y.is_sampled) :])
-    wanted = np.concatenate([before[:num_first], after[num_first:]])
     versions = y.token_versions[y.is_sampled]
     assert set(versions[:num_first]) == {3} and set(versions[num_first:]) == {4}
-    np.testing.assert_allclose(y.token_logprobs[y.is_sampled], wanted, rtol=0, atol=bound(model))
+    assert_log_probs(model, y, np.concatenate([before[:num_first], after[num_first:]]))
     assert np.abs(before - after).max() > 1e-3
 
 
 def test_a_request_that_continues_no_turn_begins_a_path_of_its_episode(model):
-    environments, rows = pool_of(model, "fork"), ROWS[::2]
-    try:
-        environments.check()
+    rows = ROWS[::2]
+    with pool_of(model, "fork") as environments:
         episodes = drawn(model, environments, rows)
-    finally:
-        environments.close()
     for y in episodes:
-        own = scored(model, model.params, rows, y)
-        np.testing.assert_allclose(y.token_logprobs[y.is_sampled], own, rtol=0, atol=bound(model))
-        assert len(y.paths) == 2 and sum(y.path_lengths) == len(y.tokens)
-        assert y.verdict.reward == len(own) / 10  # no token was lost, or counted twice
+        assert_log_probs(model, y, scored(model, model.params, rows, y))
         starts = [model.tokenizer.decode(y.tokens[path]) for path in y.paths]
+        assert len(starts) == 2 and sum(y.path_lengths) == len(y.tokens)
         assert starts[0].startswith(rows[y.request]["prompt"]) and starts[1].startswith("1+1=")
 
 
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+OTHER = {"role": "assistant", "content": "d"}
 NEXT = {"role": "user", "content": "c"}
 
 
@@ -165,12 +153,13 @@ NEXT = {"role": "user", "content": "c"}
     [
         ([USER, ANSWER, NEXT], True),
         ([NEXT, ANSWER, NEXT], False),  # another history: a renderer would not notice
+        ([USER, OTHER, NEXT], False),
         ([USER, ANSWER, NEXT, ANSWER, NEXT], False),  # an answer that was not sampled here
         ([USER, NEXT], False),
     ],
 )
 def test_a_chat_continues_an_earlier_request_and_its_answer_only(messages, expected):
-    assert continues(messages, [USER]) is expected
+    assert continues(messages, [USER, ANSWER]) is expected
 
 
 FAILURES = {
@@ -178,12 +167,12 @@ FAILURES = {
     "crash": "environment_crash",
     "error": "environment_error",
     "no turn": "environment_no_turn",
-    "two at once": "environment_fork",
     "nonsense": "environment_request",
     "first token": "environment_first_token",
     "type": "environment_type",
     "late": "environment_timeout",
     "good": None,
+    "three at once": None,
     "turns": None,
 }
 
@@ -191,43 +180,39 @@ FAILURES = {
 def test_each_failure_is_a_rejection_by_its_name_and_costs_no_other_episode(model, tmp_path, capfd):
     file = tmp_path / "late"
     rows = [{"prompt": "7+5-3=", "kind": kind, "file": str(file)} for kind in FAILURES]
-    environments = pool_of(model, "misbehave")
-    environments.timeout_s = 6.0
-    try:
-        environments.check()
-        episodes = drawn(model, environments, rows, max_turns=3)
-        assert {k: y.verdict.reason for k, y in zip(FAILURES, episodes, strict=True)} == FAILURES
-        by_kind = dict(zip(FAILURES, episodes, strict=True))
-        assert (by_kind["turns"].finish, by_kind["turns"].verdict.reward) == ("turns", 0.5)
-        assert by_kind["turns"].is_sampled.sum() == 3
+    with pool_of(model, "misbehave") as environments:
+        environments.timeout_s = 6.0
+        episodes = dict(zip(FAILURES, drawn(model, environments, rows, max_turns=3), strict=True))
+        assert {kind: y.verdict.reason for kind, y in episodes.items()} == FAILURES
+        y = episodes["turns"]
+        assert (y.finish, y.verdict.reward, y.is_sampled.sum()) == ("turns", 0.5, 3)
         assert refused(file.read_text(), "7+5-3=") == "episode_ended"  # after its deadline
         lines = capfd.readouterr().err
-        for name in filter(None, FAILURES.values()):
-            assert f"rejected as {name}" in lines
-    finally:
-        environments.close()
-
-
-def generation(received):
-    settings = sampling_settings(make_config({}).search)
-    prompt = np.array([1, 2, 3], np.int32)
-    return Generation(prompt, np.zeros((1, 2), np.uint32), settings, False, received.append)
+    assert all(f"rejected as {name}" in lines for name in filter(None, FAILURES.values()))
 
 
 def test_a_client_that_disconnects_ends_its_episode_by_a_name(model):
-    environments, received = pool_of(model, "misbehave"), []
-    try:
-        environments.check()
-        agent = environments.open(Prompt(0, "1", np.ones(1, np.int32), {"kind": "idle"}))
-        agent.begin()
-        agent.submit(own := generation(received))
-        assert agent.is_answered and agent.poll().prompt.tolist() == [1, 2, 3]
-        assert not agent.is_answered and agent.poll() is None
-        agent.cancel(own)
-        tokens = np.array([4, 2], np.int32)
-        agent.turn(Response(0, 0, tokens, np.zeros(2, np.float32), True, 0, 0))
-        assert agent.is_answered and agent.poll().failure == "environment_disconnect"
-        agent.submit(generation(received))
-        assert isinstance(received[-1], ApiError) and received[-1].code == "episode_ended"
-    finally:
-        environments.close()
+    body = {"prompt": "7+5"}
+
+    async def never(*turn):
+        await asyncio.sleep(60)
+
+    with pool_of(model, "misbehave") as environments:
+        prompt = Prompt(0, "1", np.ones(1, np.int32), {"kind": "idle"})
+        settings = sampling_settings(model.settings.search)
+        attempt = Attempt(0, 0, prompt, np.zeros(2, np.uint32), settings, 0)
+        ended = environments.start(attempt, never)
+        while not environments._agents:
+            time.sleep(0.01)
+        (agent,) = environments._agents.values()
+        request, waiting = (
+            environments.workers.run(agent.answer("completions", body)) for _ in range(2)
+        )
+        while agent._open is None:
+            time.sleep(0.01)
+        assert not ended.done()
+        request.cancel()
+        assert ended.result().verdict.reason == "environment_disconnect"
+        with pytest.raises(ApiError, match="this episode has ended") as error:
+            waiting.result()
+        assert error.value.code == "episode_ended"

@@ -6,7 +6,6 @@ tests/data/qwen3.jinja is the chat template of Qwen3-8B, byte for byte (Apache 2
 
 from pathlib import Path
 
-import fake_sessions
 import numpy as np
 from qwen_tokenizer import qwen_like_tokenizer
 
@@ -16,6 +15,7 @@ from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.serving.chat import ChatFormat
 from tba_jax.serving.protocol import Served
+from tests.environments import fake_sessions
 
 FILE = Path(__file__).with_name("agents_for_tests.py")
 TEMPLATE = Path(__file__).parents[1] / "data" / "qwen3.jinja"

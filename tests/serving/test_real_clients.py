@@ -14,11 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fake_models import START_MODEL_LOGIT, logprob_bound, scored_tokens
-from fake_sessions import Scripted
 from qwen_tokenizer import qwen_like_tokenizer
 from served_model import TEMPLATE, ServedModel, folder_with_template
 
 from tba_jax.serving.chat import RendererFormat
+from tests.environments.fake_sessions import Scripted
 from tests.integration import commands
 
 PYTHONS = [path for path in os.environ.get("TBA_JAX_OPENAI", "").split(":") if path]

@@ -74,7 +74,7 @@ def test_tokens_and_log_probs_are_those_of_the_engine(model, seed):
 @pytest.mark.parametrize(
     ("path", "body"),
     [
-        ("/v1/completions", {"prompt": ["7+5-3=", "1+1="]}),
+        ("/v1/completions", {"prompt": "7+5-3="}),
         (
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": "7"}], "stop": ["7", "1"], "seed": 5},
@@ -111,16 +111,10 @@ def test_a_stop_string_of_one_request_does_not_end_another(model):
     assert len(choice["token_ids"]) < len(free["choices"][0]["token_ids"])
 
 
-def test_models_health_and_pause(model):
+def test_models_and_health(model):
     (card,) = model.get("/v1/models")[1]["data"]
     assert (card["id"], card["max_model_len"]) == ("start", 256)
-    assert model.post("/pause", {})[1] == {"is_paused": True}
-    with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(model.post, "/v1/completions", {"prompt": "1", "max_tokens": 2})
-        time.sleep(0.3)
-        assert not waiting.done() and model.get("/health")[1]["status"] == "paused"
-        model.post("/resume", {})
-        assert waiting.result()[0] == 200
+    assert model.get("/health") == (200, {"status": "ok"})
 
 
 ASKS = {
@@ -151,10 +145,11 @@ REFUSED += [("completions", name, {name: 5}) for name in ("echo", "min_p", "best
     [
         ("/v1/nothing", {}, 404, "there is no route POST /v1/nothing"),
         ("/v1/completions", b"{", 400, "the body is not JSON"),
-        ("/v1/completions", {}, 400, "prompt: wanted a text, a list of token IDs"),
+        ("/v1/completions", {}, 400, "prompt: wanted a text or a list of token IDs"),
         ("/v1/completions", {"prompt": "1", "max_tokens": 10**6}, 400, "maximum context length"),
         ("/v1/completions", {"prompt": "1", "logit_bias": {"3": 1}}, 400, "logit_bias"),
         *((f"/v1/{path}", {**ASKS[path], **body}, 400, name) for path, name, body in REFUSED),
+        ("/v1/completions", {"prompt": ["1", "2"]}, 400, "prompt = ['1', '2']: wanted a text or"),
         ("/v1/completions", {"prompt": "1", "n": 10**9}, 400, "1 to 128 samples"),
         ("/v1/completions", {"prompt": "1", "model": "gpt"}, 404, "does not exist"),
         ("/v1/chat/completions", {"messages": "hi"}, 400, "wanted a list of objects"),
@@ -179,12 +174,11 @@ def test_variables_of_the_chat_template_are_honoured(model):
     assert model.tokenizer.decode(found) == "7=1"
 
 
-@pytest.mark.parametrize("path", ["/pause", "/resume", "/v1/completions"])
-def test_a_web_page_cannot_write(model, path):
+def test_a_web_page_cannot_write(model):
     """A page may send text without permission, but not JSON."""
-    status, answer = model.post(path, {"prompt": "1"}, {"content-type": "text/plain"})
+    plain = {"content-type": "text/plain"}
+    status, answer = model.post("/v1/completions", {"prompt": "1"}, plain)
     assert status == 400 and "the content type is not JSON" in answer["error"]["message"]
-    assert model.get("/health")[1]["status"] == "ok"
 
 
 def test_a_large_body_is_refused_and_half_a_body_costs_nothing(model):
@@ -207,19 +201,15 @@ def test_a_client_that_vanishes_frees_its_slots(model):
     assert model.session.room == NUM_SLOTS and not model.queue._live
 
 
-def test_a_wrong_token_is_refused_and_a_failure_of_the_device_ends_every_request():
+def test_a_wrong_token_is_refused():
     model = ServedModel(START_MODEL, token="secret")
     with model.running():
         assert model.get("/v1/models")[0] == 401
-        assert model.post("/v1/completions", {"prompt": "1"})[0] == 401
-        own = {"authorization": "Bearer secret"}
-        assert model.post("/pause", {}, own)[0] == 200
-        with concurrent.futures.ThreadPoolExecutor(1) as pool:
-            first = pool.submit(model.post, "/v1/completions", {"prompt": "1"}, own)
-            eventually(lambda: model.queue._live)
-            model.queue.fail(RuntimeError("out of memory"))
-            status, answer = first.result()
-        assert status == 500 and "RuntimeError" in answer["error"]["message"]
+        body = {"prompt": "1", "max_tokens": 1}
+        assert model.post("/v1/completions", body)[0] == 401
+        # With a token, any content type may be sent.
+        own = {"authorization": "Bearer secret", "content-type": "text/plain"}
+        assert model.post("/v1/completions", body, own)[0] == 200
 
 
 def test_the_generate_route_names_token_ids(model):
