@@ -108,6 +108,8 @@ def test_one_flipped_bit_of_any_file_is_named(tmp_path):
     flip(folder / weights, 99)
     shares = [checkpoints.damage(20, share=(i, 2)) for i in (0, 1)]
     assert sorted(map(len, shares)) == [0, 1]
+    with pytest.raises(CheckpointError, match=f"checkpoints/20 is damaged: {weights} has the dig"):
+        checkpoints.newest_intact(Cluster())  # a run calls this before it reads the train state
     flip(folder / "digests.json", 30)
     (found,) = checkpoints.damage(20)
     assert found.startswith("digests.json")
