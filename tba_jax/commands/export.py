@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if adapters is not None:
         base = hub_id(str(run.config["model.path"])) or source
         try:
-            adapter_files.write(out / "adapter", *adapters, base)
+            adapter_files.write(out / "adapter", adapters[0], adapters[1], base)
         except ValueError as error:
             print(f"note: the adapters are only in the merged weights: {error}")
     (out / "README.md").write_text(model_card(run, step, str(out)), encoding="utf-8")

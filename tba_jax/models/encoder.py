@@ -132,7 +132,7 @@ def load(
     folder = folders.resolve(path_or_hub_id)
     config = encoder_config(folders.load_config(folder))
     abstract, prefix = abstract_params(config, param_dtype), "roberta." if config.labels else ""
-    tensors = bind(within(prefix, _TRUNK) | _HEAD, abstract, ("full",) * config.num_layers)
+    tensors = bind({**within(prefix, _TRUNK), **_HEAD}, abstract, ("full",) * config.num_layers)
     stored = hf_weights.open_folder(folder)
     stored = {name: x for name, x in stored.items() if not name.endswith(_SPARE)}
     return config, hf_weights.read(stored, tensors, abstract, folder)
