@@ -35,17 +35,20 @@ def test_every_element_of_every_leaf_belongs_to_one_tensor(name):
     jax.tree.map(lambda x: np.testing.assert_array_equal(x, 1), counts)
 
 
-@pytest.mark.parametrize("name", ALL)
-def test_join_undoes_split_without_copies_or_casts(name):
+def test_join_undoes_split_without_copies_or_casts():
     rng = np.random.default_rng(0)
-    for full_name, tensor in families.tensors(tiny_config(**ALL[name])).items():
+    tensors = {}
+    for changes in ALL.values():
+        found = families.tensors(tiny_config(**changes)).values()
+        tensors |= {(x.pattern, len(x.leaves), len(x.at)): x for x in found}
+    assert len(tensors) > 20
+    for tensor in tensors.values():
         theirs = rng.normal(size=tensor.shape).astype(ml_dtypes.bfloat16)
         ours = tensor.split(theirs)
-        for array, shape in zip(ours, tensor.shapes, strict=True):
-            assert array.shape == shape, full_name
-            assert np.shares_memory(array, theirs) and array.dtype == theirs.dtype
+        assert tuple(x.shape for x in ours) == tensor.shapes
+        assert all(np.shares_memory(x, theirs) for x in ours)
         back = tensor.join(ours)
-        assert back.shape == tensor.shape and back.dtype == theirs.dtype
+        assert back.dtype == theirs.dtype
         np.testing.assert_array_equal(back, theirs)
 
 
