@@ -18,7 +18,7 @@ from tba_jax.decoding.engine import Decoder
 from tba_jax.models import lora, transformer
 from tba_jax.models import model as models
 from tba_jax.models.hf import hf_weights
-from tba_jax.models.logprobs import token_logprobs
+from tba_jax.models.logprobs import row_token_logprobs
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.transformer import TransformerConfig, apply, unembed
 
@@ -61,6 +61,15 @@ def logprob_bound(config, length, largest_logit):
 
 
 _SCORING = Scoring()
+
+
+def token_logprobs(params, tokens, prompt_lengths, response_lengths, **kwargs):
+    """Log-probs [p k t] of responses [p k], each in a row [prompt | response] of its own."""
+    p, k, s = tokens.shape
+    rows = tokens.reshape(p * k, s), prompt_lengths.reshape(-1), response_lengths.reshape(-1, 1)
+    return row_token_logprobs(params, *rows, **kwargs).reshape(p, k, -1)
+
+
 _score = jax.jit(token_logprobs, static_argnames=("response_bucket", "config", "scoring"))
 
 

@@ -31,7 +31,7 @@ from tba_jax.bench import decode, harness, train_step
 from tba_jax.bench.harness import SHAPES, Figures
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.devices.platform import prepare_process
-from tba_jax.models.logprobs import token_logprobs
+from tba_jax.models.logprobs import row_token_logprobs
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.transformer import TransformerConfig, init_params
 from tba_jax.planning import roofline
@@ -232,12 +232,12 @@ def _decoding_error(config: TransformerConfig, here: Any, cpu: Any) -> float:
         )
     tokens = np.array([[y.tokens for y in row] for row in decoded])
     logprobs = np.array([[y.token_logprobs for y in row] for row in decoded])
-    rows = np.concatenate([prompts[:, None], tokens], axis=2)
-    lengths = (np.full((_ROWS, 1), n, np.int32) for n in (_PROMPT, _RESPONSE))
+    rows = np.concatenate([prompts, tokens[:, 0]], axis=1)
+    lengths = np.full(_ROWS, _PROMPT, np.int32), np.full((_ROWS, 1), _RESPONSE, np.int32)
     with jax.default_device(cpu):
         scored = jax.jit(
             functools.partial(
-                token_logprobs, response_bucket=_RESPONSE, config=config, scoring=Scoring()
+                row_token_logprobs, response_bucket=_RESPONSE, config=config, scoring=Scoring()
             )
         )(params, rows.astype(np.int32), *lengths)
     difference = logprobs - np.asarray(scored)

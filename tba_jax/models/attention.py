@@ -2,12 +2,12 @@
 """Attention of grouped queries: over whole sequences, and of one new token over a cache.
 
 `Kernels.select` selects the implementation from the platform that a program is compiled for, never
-from the process's devices. "xla" is an einsum. On 2 CPU cores its gradient takes 5 % less processor
-time than that of `jax.nn.dot_product_attention` with the same masks (256 rows of 28, 4 heads of 16;
-and 8 rows of 256, 8 query on 2 key/value heads of 64); the forward pass takes the same. Invariant:
-a masked key has weight exactly 0, and a row without any valid key gives finite numbers.
+from the process's devices. "xla" is an einsum. Scoring, prefill and decoding use the same
+`score`, `softmax` and `average`, and round at the same points. Invariant: a masked key has weight
+exactly 0, and a row without any valid key gives finite numbers.
 """
 
+import functools
 import math
 from typing import Any, Literal, NamedTuple
 
@@ -33,7 +33,7 @@ xla: einsum and softmax, on every device; the scores of a layer are materialised
 cudnn: flash attention of whole sequences by `jax.nn.dot_product_attention`: bfloat16 or float16,
     head_dim a multiple of 8 up to 128; a mesh that divides query heads must divide key/value heads.
     Rows of several sequences use a mask of two bytes per pair of positions, the same for all heads.
-splash: JAX's splash attention for TPU (`splash`) of at least 256 positions; the einsum for others.
+splash: JAX's splash attention for TPU (`splash`) of at least 256 positions, head_dim at least 64.
 """
 
 
@@ -54,6 +54,12 @@ class Scores(NamedTuple):
     def needs_mask(self) -> bool:
         """Whether cuDNN needs a mask: the key that stands for sinks is outside of every window."""
         return self.window is not None and self.sinks is not None
+
+    def sinks_like(self, shape: tuple[int, ...], axes: tuple[int, int]) -> Array | None:
+        """Return the sinks as scores of one more position, [*shape 1], with g and r on `axes`."""
+        if self.sinks is None:
+            return None
+        return jax.lax.broadcast_in_dim(self.sinks, (*shape, 1), axes)
 
 
 PLAIN = Scores()
@@ -87,12 +93,11 @@ class Kernels(NamedTuple):
         is_narrow = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16) and head_dim % 8 == 0
         if self.wanted != "auto" or not is_narrow or not _divides_heads_alike(self.sharding):
             return "xla"
-        has_sinks, is_capped = scores.sinks is not None, scores.cap is not None
-        if self.platform == "cuda" and not is_capped:
-            columns = head_dim + cudnn.SINK_COLUMNS * has_sinks
+        if self.platform == "cuda" and scores.cap is None:
+            columns = head_dim + cudnn.SINK_COLUMNS * (scores.sinks is not None)
             return "cudnn" if columns <= cudnn.MOST_COLUMNS else "xla"
-        if self.platform == "tpu" and not (is_capped or has_sinks or scores.window is not None):
-            return "splash" if head_dim >= 64 and length >= LEAST_SPLASH else "xla"
+        if self.platform == "tpu" and head_dim >= 64 and length >= LEAST_SPLASH:
+            return "splash"
         return "xla"
 
 
@@ -199,7 +204,7 @@ def attend_causal(
     Args:
         q, k, v: q and k rotated.
         visible: return value of `causal` or `packed`.
-        scores: treatment of scores; the einsum replaces kernels that do not support it.
+        scores: treatment of scores.
         kernels: what decides the implementation.
         implementation: an implementation that supports the arguments; None: `kernels.select`.
     """
@@ -214,10 +219,7 @@ def attend_causal(
         # Imported here: only a TPU needs Pallas, and the import takes a third of a second.
         from tba_jax.models import splash
 
-        if visible.prompts is not None:
-            return splash.attend_masked(q, k, v, visible.seen(), kernels.sharding)
-        segments = visible.mask if visible.segments is None else visible.segments
-        return splash.attend_causal(q, k, v, segments, kernels.sharding)
+        return splash.attend(q, k, v, visible, scores, kernels.sharding)
     return attend(q, k, v, causal_bias(visible, scores.window), scores)
 
 
@@ -240,64 +242,60 @@ def attend(
         bias: added to scores.
         scores: cap and sinks of the scores; `bias` contains the window.
     """
+    (b, s, g, r, e), c = q.shape, k.shape[1]
     # Heads before queries: with another order, XLA:CPU transposes the scores, the largest array.
-    k, v = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2)
-    rows, wide = jnp.transpose(q, (0, 2, 3, 1, 4)), jnp.promote_types(q.dtype, jnp.float32)
-    products = jnp.einsum("bgrse,bgce->bgrsc", rows, k, preferred_element_type=wide)
-    found = capped(products * q.shape[-1] ** -0.5, scores.cap) + bias[:, None, None]
-    if scores.sinks is None:
-        weights = jax.nn.softmax(found, axis=-1)
-    else:
-        sinks = scores.sinks.astype(found.dtype)[None, :, :, None, None]
-        sinks = jnp.broadcast_to(sinks, (*found.shape[:-1], 1))
-        weights = jax.nn.softmax(jnp.concatenate([found, sinks], axis=-1), axis=-1)[..., :-1]
-    out = jnp.einsum("bgrsc,bgce->bgrse", weights.astype(v.dtype), v).astype(q.dtype)
-    return jnp.transpose(out, (0, 3, 1, 2, 4))
+    k, v, rows = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), jnp.transpose(q, (0, 2, 3, 1, 4))
+    found = score(rows.reshape(b, g, r * s, e), k, scores.cap).reshape(b, g, r, s, c)
+    weights = softmax((found + bias[:, None, None],), scores.sinks_like((b, g, r, s), (1, 2)))[0]
+    out = average(weights.reshape(b, g, r * s, c), v).reshape(b, g, r, s, e)
+    return jnp.transpose(out.astype(q.dtype), (0, 3, 1, 2, 4))
 
 
-class Partial(NamedTuple):
-    """Unnormalised softmax over a set of positions, to be merged with that over another set.
-
-    Attributes:
-        out: float32 [*b e], sum of exp(score - most) * value.
-        most: float32 [*b 1], the largest score; very negative if nothing is visible.
-        total: float32 [*b 1], sum of exp(score - most).
-    """
-
-    out: Array
-    most: Array
-    total: Array
+def score(
+    q: Float[Array, "*b m e"], keys: Float[Array, "*b c e"], cap: float | None
+) -> Float[Array, "*b m c"]:
+    """Return the scores of queries and keys before the mask, in float32 or wider."""
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    products = jnp.einsum("...me,...ce->...mc", q, keys, preferred_element_type=wide)
+    return capped(products * q.shape[-1] ** -0.5, cap)
 
 
-def partial(scores: Array, values: Array, equation: str) -> Partial:
-    """Return the softmax over these scores; `out` has the axes of the equation."""
-    # The maximum cancels, so it needs no gradient.
-    most = jax.lax.stop_gradient(jnp.max(scores, axis=-1, keepdims=True))
-    weights = jnp.exp(scores - most)
-    total = jnp.sum(weights, axis=-1, keepdims=True)
-    weights = weights.astype(values.dtype)
-    out = jnp.einsum(equation, weights, values, preferred_element_type=scores.dtype)
-    return Partial(out, most, total)
+def average(
+    weights: Float[Array, "*b m c"], values: Float[Array, "*b c e"]
+) -> Float[Array, "*b m e"]:
+    """Return the weighted sums of values; weights are rounded to their dtype."""
+    narrow, wide = weights.astype(values.dtype), weights.dtype
+    return jnp.einsum("...mc,...ce->...me", narrow, values, preferred_element_type=wide)
 
 
-def merge(old: Partial, new: Partial) -> Float[Array, "*b e"]:
-    """Return the normalised softmax over both sets of positions, without concatenation."""
-    most = jnp.maximum(old.most, new.most)
-    of_old, of_new = jnp.exp(old.most - most), jnp.exp(new.most - most)
-    total = old.total * of_old + new.total * of_new
-    return (old.out * of_old + new.out * of_new) / total
-
-
-def with_sinks(part: Partial, sinks: Float[Array, "*b"]) -> Partial:
-    """Return the softmax with one more score per head, which has no value (gpt-oss).
+def softmax(parts: tuple[Array, ...], sinks: Array | None = None) -> tuple[Array, ...]:
+    """Return the softmax over the last axes of all parts together, without concatenation.
 
     Args:
-        sinks: broadcast to `part.most`.
+        parts: scores of sets of positions, [*b c] each.
+        sinks: further scores [*b 1], which take weight but have no value; None: no sinks.
     """
-    sinks = jnp.broadcast_to(sinks.astype(part.most.dtype), part.most.shape)
-    most = jax.lax.stop_gradient(jnp.maximum(part.most, sinks))
-    shrink = jnp.exp(part.most - most)
-    return Partial(part.out * shrink, most, part.total * shrink + jnp.exp(sinks - most))
+    if sinks is None:
+        return _softmax(parts)
+    return _softmax((*parts, sinks.astype(parts[0].dtype)))[:-1]
+
+
+@jax.custom_jvp
+def _softmax(parts: tuple[Array, ...]) -> tuple[Array, ...]:
+    most = functools.reduce(jnp.maximum, (jnp.max(x, axis=-1, keepdims=True) for x in parts))
+    exp = tuple(jnp.exp(x - most) for x in parts)
+    total = functools.reduce(jnp.add, (jnp.sum(x, axis=-1, keepdims=True) for x in exp))
+    return tuple(x / total for x in exp)
+
+
+@_softmax.defjvp
+def _softmax_jvp(primals: Any, tangents: Any) -> tuple[Any, Any]:
+    # Like the rule of `jax.nn.softmax`, it keeps only the weights for the backward pass.
+    weights = _softmax(*primals)
+    pairs = list(zip(weights, tangents[0], strict=True))
+    means = (jnp.sum(w * x, axis=-1, keepdims=True) for w, x in pairs)
+    mean = functools.reduce(jnp.add, means)
+    return weights, tuple(w * (x - mean) for w, x in pairs)
 
 
 def capped(scores: Float[Array, "*b"], cap: float | None) -> Float[Array, "*b"]:
@@ -334,30 +332,25 @@ def attend_cached(
         return jax.lax.dynamic_update_slice(part, new[:, :, None].astype(part.dtype), at)
 
     recent = KVCache(write(recent.keys, k), write(recent.values, v))
-    scaled = q * q.shape[-1] ** -0.5
-    old = _over_cache(scaled, history, jnp.asarray(history_length), index + 1, scores)
-    new = _over_cache(scaled, recent, jnp.broadcast_to(index + 1, (q.shape[0],)), 0, scores)
-    if scores.sinks is not None:
-        new = with_sinks(new, scores.sinks[None, :, :, None])
-    return merge(old, new).astype(q.dtype), recent
+    seen = _seen_columns(history, jnp.asarray(history_length), index + 1, scores.window)
+    own = _seen_columns(recent, jnp.broadcast_to(index + 1, (len(q),)), 0, scores.window)
+    parts = tuple(
+        score(q, cache.keys, scores.cap) + jnp.where(mask, 0.0, MASKED)[:, None, None]
+        for cache, mask in ((history, seen), (recent, own))
+    )
+    old, new = softmax(parts, scores.sinks_like(q.shape[:3], (1, 2)))
+    return (average(old, history.values) + average(new, recent.values)).astype(q.dtype), recent
 
 
-def _over_cache(
-    scaled: Float[Array, "n g r e"],
-    cache: KVCache,
-    length: Int[Array, " n"],
-    later: Int[Array, ""] | int,
-    scores: Scores,
-) -> Partial:
-    """Return the softmax over the first `length` positions of each slot, by einsum.
+def _seen_columns(
+    cache: KVCache, length: Int[Array, " n"], later: Int[Array, ""] | int, window: int | None
+) -> Bool[Array, "n c"]:
+    """Return whether a token sees each of the first `length` columns of its slot.
 
-    `later` further positions follow; the last one is the position of the query.
+    `later` further positions follow; the last one is the position of the token.
     """
-    keys, values = cache
-    column = jnp.arange(keys.shape[2])[None]
+    column = jnp.arange(cache.keys.shape[2])[None]
     seen = column < length[:, None]
-    if scores.window is not None:
-        seen = seen & (column >= length[:, None] + later - scores.window)
-    found = jnp.einsum("ngre,ngce->ngrc", scaled, keys, preferred_element_type=jnp.float32)
-    found = capped(found, scores.cap) + jnp.where(seen, 0.0, MASKED)[:, None, None]
-    return partial(found, values, "ngrc,ngce->ngre")
+    if window is not None:
+        seen = seen & (column >= length[:, None] + later - window)
+    return seen

@@ -9,12 +9,11 @@ Invariant: a token's output does not depend on the other tokens, nor on the mesh
 
 import math
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float, Float32, Int, Int32
+from jaxtyping import Array, Float, Int, Int32
 
 from tba_jax.devices.sharding import batch_axes
 from tba_jax.models.activations import gated
@@ -52,19 +51,15 @@ def feed_forward(
     expert = "expert" if "expert" in mesh.shape else None
     # A decoder's mesh may divide the axis `model` into two (`decoding.shardings.cache_sharding`).
     model = tuple(axis for axis in mesh.axis_names if axis.startswith("model"))
-    of_experts = {
-        "expert_down": PartitionSpec(expert, model or None),
-        "expert_down_bias": PartitionSpec(expert),
-        "expert_down_scale": PartitionSpec(expert),
-    }
-    specs = {
-        name: PartitionSpec()
-        if name.startswith("router")
-        else of_experts.get(
-            name, PartitionSpec(expert, *[None] * (leaves[name].ndim - 2), model or None)
-        )
-        for name in leaves
-    }
+
+    def spec(name: str, leaf: Array) -> PartitionSpec:
+        if name.startswith("router"):
+            return PartitionSpec()
+        if name == "expert_down":
+            return PartitionSpec(expert, model or None)
+        if name.startswith("expert_down"):
+            return PartitionSpec(expert)
+        return PartitionSpec(expert, *[None] * (leaf.ndim - 2), model or None)
 
     def on_device(rows: Array, leaves: Mapping[str, Array]) -> Array:
         first, chosen = jnp.int32(0), route(rows, leaves, config)
@@ -85,7 +80,7 @@ def feed_forward(
     run = jax.shard_map(
         on_device,
         mesh=mesh,
-        in_specs=(divided, specs),
+        in_specs=(divided, {name: spec(name, leaf) for name, leaf in leaves.items()}),
         out_specs=divided,
         check_vma=False,
     )
@@ -93,22 +88,10 @@ def feed_forward(
     return run(padded, dict(leaves))[: len(rows)].reshape(y.shape)
 
 
-class Chosen(NamedTuple):
-    """Experts of n tokens.
-
-    Attributes:
-        weights: float32 [n k], of each token's experts; as in transformers.
-        numbers: int32 [n k], the experts.
-    """
-
-    weights: Float32[Array, "n k"]
-    numbers: Int32[Array, "n k"]
-
-
 def route(
     rows: Float[Array, "n d"], leaves: Mapping[str, Array], config: TransformerConfig
-) -> Chosen:
-    """Return the experts of each token."""
+) -> tuple[Float[Array, "n k"], Int32[Array, "n k"]]:
+    """Return (weights of each token's experts, as in transformers; numbers of these experts)."""
     wide = jnp.promote_types(rows.dtype, jnp.float32)
     router = leaves["router"].astype(rows.dtype)
     logits = jnp.matmul(rows, router, preferred_element_type=wide)
@@ -118,13 +101,13 @@ def route(
     weights, numbers = jax.lax.top_k(scores, config.experts_per_token)
     if config.normalised_experts:
         weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
-    return Chosen(weights, numbers)
+    return weights, numbers
 
 
 def _of_rows(
     rows: Float[Array, "n d"],
     leaves: Mapping[str, Array],
-    chosen: Chosen,
+    chosen: tuple[Float[Array, "n k"], Int32[Array, "n k"]],
     first: Int32[Array, ""],
     *,
     config: TransformerConfig,
@@ -134,11 +117,12 @@ def _of_rows(
     Args:
         rows: tokens.
         leaves: parameters of adjacent experts.
+        chosen: return value of `route`.
         first: number of the first of these experts.
     """
     (n, d), k = rows.shape, config.experts_per_token
-    num = leaves["expert_down"].shape[0]
-    local = (chosen.numbers - first).reshape(-1)
+    num, (of_tokens, numbers) = leaves["expert_down"].shape[0], chosen
+    local = (numbers - first).reshape(-1)
     local = jnp.where((local >= 0) & (local < num), local, num)
     order = jnp.argsort(local)
     back = jnp.argsort(order)
@@ -164,7 +148,7 @@ def _of_rows(
     x = _permuted(jnp.repeat(rows, k, axis=0), order, back)
     inner = gated(config.activation, product("expert_gate", x), product("expert_up", x))
     # If the weights multiplied the result of the last product, their gradient would need it.
-    weights = _permuted(chosen.weights.reshape(-1, 1), order, back)
+    weights = _permuted(of_tokens.reshape(-1, 1), order, back)
     out = product("expert_down", weighted(inner), weighted)
     out = _permuted(out, back, order).reshape(n, k, d)
     return jnp.sum(out, axis=1, dtype=weights.dtype).astype(rows.dtype)

@@ -32,9 +32,6 @@ _Carry = TypeVar("_Carry")
 # only if a block has a thousand rows or more.
 _BLOCK_LOGITS, _BLOCK_ROWS = 2**24, (1024, 8192)
 
-# A number below any logit; finite, so that the difference of two such numbers is not nan.
-_LOWEST = -1e30
-
 
 class _Static(NamedTuple):
     """Static arguments of the compiled program besides shapes."""
@@ -44,20 +41,7 @@ class _Static(NamedTuple):
     keeps_logits: bool
     cap: float | None
     num_tokens: int
-
-
-class _Sums(NamedTuple):
-    """Running sums over each part of the vocabulary, one entry per token.
-
-    Attributes:
-        top: largest logit so far.
-        total: sum of exp(logit - top).
-        chosen: logit of the target.
-    """
-
-    top: Float32[Array, "m n"]
-    total: Float32[Array, "m n"]
-    chosen: Float32[Array, "m n"]
+    excluded: tuple[int, ...]
 
 
 def fused_logprobs(
@@ -71,6 +55,7 @@ def fused_logprobs(
     kept_bytes: int = 0,
     cap: float | None = None,
     num_tokens: int = 0,
+    excluded: tuple[tuple[int, ...], Bool[Array, "b t"]] | None = None,
 ) -> Float32[Array, "b t"]:
     """Return log softmax(hidden @ table.T / temperature)[targets], float32.
 
@@ -91,6 +76,7 @@ def fused_logprobs(
             backward pass, without blocks.
         cap: c of c tanh(logit / c), applied before the temperature; None: no cap.
         num_tokens: number of the first rows that are tokens; the others have probability 0. 0: all.
+        excluded: tokens, and the targets at which these tokens have probability 0; None: none.
 
     Raises:
         ValueError: the temperature is not positive, or v is not divisible by `vocab_shards`.
@@ -107,60 +93,63 @@ def fused_logprobs(
     if vocab_block is None:
         least, most = _BLOCK_ROWS
         vocab_block = min(max(_BLOCK_LOGITS // (b * t), least), most)
-    static = _Static(temperature, part if keeps else vocab_block, keeps, cap, num_tokens)
-    table = table.reshape(vocab_shards, part, d)
-    return _fused(hidden.reshape(b * t, d), table, targets.reshape(b * t), static).reshape(b, t)
+    block = part if keeps else vocab_block
+    ids, is_short = excluded or ((), None)
+    static = _Static(temperature, block, keeps, cap, num_tokens, ids)
+    short = None if is_short is None else is_short.reshape(b * t)
+    table, hidden = table.reshape(vocab_shards, part, d), hidden.reshape(b * t, d)
+    return _fused(hidden, table, targets.reshape(b * t), short, static).reshape(b, t)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _fused(
     hidden: Float[Array, "n d"],
     table: Float[Array, "m w d"],
     targets: Int[Array, " n"],
+    short: Bool[Array, " n"] | None,
     static: _Static,
 ) -> Float32[Array, " n"]:
     """Return the log-probs of n tokens; the table has m parts of w rows."""
-    return _forward(hidden, table, targets, static)[0]
+    return _forward(hidden, table, targets, short, static)[0]
 
 
 def _forward(
     hidden: Float[Array, "n d"],
     table: Float[Array, "m w d"],
     targets: Int[Array, " n"],
+    short: Bool[Array, " n"] | None,
     static: _Static,
 ) -> tuple[Array, Any]:
     (m, w, _), n = table.shape, len(targets)
     kept = None
     if static.keeps_logits:
-        kept = _logits(table.astype(hidden.dtype), hidden, _ids(table, 0, w), static)
+        kept = _logits(table.astype(hidden.dtype), hidden, _ids(table, 0, w), short, static)
 
-    def visit(start: Any, size: int, sums: _Sums) -> _Sums:
+    def visit(start: Any, size: int, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+        """Add a block to the log-sum-exp of each part, and to the logits of the targets."""
+        logsumexp, chosen = sums
         ids, logits = _ids(table, start, size), kept
         if logits is None:
-            logits = _logits(_block(table, start, size, hidden.dtype), hidden, ids, static)
-        top = jnp.maximum(sums.top, jnp.max(logits, axis=1))
-        exp = jnp.exp(logits - top[:, None])
-        sums = _lift(sums, top)
-        chosen = jnp.where(_is_target(ids, targets), logits, 0.0)
-        return _Sums(top, sums.total + jnp.sum(exp, axis=1), sums.chosen + jnp.sum(chosen, axis=1))
+            logits = _logits(_block(table, start, size, hidden.dtype), hidden, ids, short, static)
+        found = jnp.where(_is_target(ids, targets), logits, 0.0)
+        of_block = jax.nn.logsumexp(logits, axis=1)
+        return jnp.logaddexp(logsumexp, of_block), chosen + jnp.sum(found, axis=1)
 
-    zeros = jnp.zeros((m, n), jnp.float32)
-    sums = _each_block(w, static.block, visit, _Sums(zeros + _LOWEST, zeros, zeros))
+    first = jnp.full((m, n), -jnp.inf, jnp.float32), jnp.zeros((m, n), jnp.float32)
+    parts, chosen = _each_block(w, static.block, visit, first)
     # Only this merge communicates between devices with different parts.
-    top = jnp.max(sums.top, axis=0)
-    _, total, chosen = (jnp.sum(x, axis=0) for x in _lift(sums, top[None]))
-    logsumexp = top + jnp.log(total)
-    return chosen - logsumexp, (hidden, table, targets, logsumexp, kept)
+    logsumexp = jax.nn.logsumexp(parts, axis=0)
+    return jnp.sum(chosen, axis=0) - logsumexp, (hidden, table, targets, short, logsumexp, kept)
 
 
 def _backward(
     static: _Static, saved: Any, cotangent: Float32[Array, " n"]
-) -> tuple[Float[Array, "n d"], Float[Array, "m w d"], None]:
+) -> tuple[Float[Array, "n d"], Float[Array, "m w d"], None, None]:
     """Return the gradients of hidden and table.
 
     d logprob / d logits = onehot(target) - p
     """
-    hidden, table, targets, logsumexp, kept = saved
+    hidden, table, targets, short, logsumexp, kept = saved
     weight = (cotangent / static.temperature)[None, None]
 
     def visit(start: Any, size: int, carry: tuple[Array, Array]) -> tuple[Array, Array]:
@@ -168,7 +157,7 @@ def _backward(
         ids, logits = _ids(table, start, size), kept
         if logits is None:
             rows = _block(table, start, size, hidden.dtype)
-            logits = _logits(rows, hidden, ids, static)
+            logits = _logits(rows, hidden, ids, short, static)
         else:
             rows = table.astype(hidden.dtype)
         chosen = jnp.where(_is_target(ids, targets), weight, 0.0)
@@ -184,7 +173,7 @@ def _backward(
     d_hidden = jnp.zeros((len(table), *hidden.shape), jnp.float32)
     first = d_hidden, jnp.zeros_like(table)
     d_hidden, d_table = _each_block(table.shape[1], static.block, visit, first)
-    return jnp.sum(d_hidden, axis=0).astype(hidden.dtype), d_table, None
+    return jnp.sum(d_hidden, axis=0).astype(hidden.dtype), d_table, None, None
 
 
 _fused.defvjp(_forward, _backward)
@@ -203,11 +192,6 @@ def _each_block(
     if whole:
         carry = jax.lax.fori_loop(0, whole, lambda i, x: visit(i * block, block, x), carry)
     return carry
-
-
-def _lift(sums: _Sums, top: Float32[Array, "m n"]) -> _Sums:
-    """Return the sums rescaled to `top`, a larger maximum of the logits."""
-    return _Sums(top, sums.total * jnp.exp(sums.top - top), sums.chosen)
 
 
 def _block(
@@ -236,12 +220,16 @@ def _logits(
     rows: Float[Array, "m w d"],
     hidden: Float[Array, "n d"],
     ids: Int[Array, "m w"],
+    short: Bool[Array, " n"] | None,
     static: _Static,
 ) -> Float32[Array, "m w n"]:
     logits = capped(_matmul("mwd,nd->mwn", rows, hidden), static.cap) / static.temperature
-    if not static.num_tokens:
-        return logits
-    return jnp.where((ids < static.num_tokens)[..., None], logits, NO_TOKEN)
+    if static.num_tokens:
+        logits = jnp.where((ids < static.num_tokens)[..., None], logits, NO_TOKEN)
+    if short is not None:
+        is_end = jnp.isin(ids, jnp.asarray(static.excluded, jnp.int32))
+        logits = jnp.where(is_end[..., None] & short[None, None], NO_TOKEN, logits)
+    return logits
 
 
 def _matmul(equation: str, x: Array, y: Array) -> Float32[Array, "..."]:

@@ -12,8 +12,8 @@ Reference: arXiv:2106.09685.
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +79,8 @@ def init_adapters(config: TransformerConfig, seed: int, shardings: Any = None) -
         config: the architecture, with adapters.
         shardings: tree of shardings, which do not change the values; None: the default device.
     """
-    shapes, modules = abstract_adapters(config)["layers"], _adapters(config).modules
+    assert config.adapters is not None
+    shapes, modules = abstract_adapters(config)["layers"], config.adapters.modules
 
     def draw(key: Array) -> Params:
         key = jax.random.fold_in(key, _ADAPTER_ROLE)
@@ -98,6 +99,32 @@ def init_adapters(config: TransformerConfig, seed: int, shardings: Any = None) -
     return jax.jit(draw, out_shardings=shardings)(jax.random.key(seed))
 
 
+def adapted(base: Params, config: TransformerConfig) -> Any:
+    """Return the adapted matrices of a base with their scales: the input of merging.
+
+    Args:
+        base: layers stacked, or separate as in the decoder; leaves of any type.
+        config: the architecture, with adapters.
+    """
+    return _chosen(base, config, is_adapted=True)
+
+
+def unadapted(base: Params, config: TransformerConfig) -> Params:
+    """Return a base without the matrices of `adapted`."""
+    return {**base, "layers": _chosen(base, config, is_adapted=False)}
+
+
+def _chosen(base: Params, config: TransformerConfig, *, is_adapted: bool) -> Any:
+    assert config.adapters is not None
+    modules, layers = config.adapters.modules, base["layers"]
+    names = {*modules, *map(scale_name, modules)}
+
+    def of_layer(layer: Params) -> Params:
+        return {name: x for name, x in layer.items() if (name in names) == is_adapted}
+
+    return tuple(map(of_layer, layers)) if isinstance(layers, tuple) else of_layer(layers)
+
+
 def merge(base: Params, adapters: Params, *, config: TransformerConfig) -> Params:
     """Return plain parameters equal to base with adapters: each matrix is W + alpha/r A B.
 
@@ -109,90 +136,50 @@ def merge(base: Params, adapters: Params, *, config: TransformerConfig) -> Param
         adapters: layers stacked, on the devices of the base.
         config: the architecture, with adapters.
     """
-    kernels = adapted(base, config)
-    merged, layers = _merge(*_merge_arguments(kernels, adapters, config)), base["layers"]
-    if isinstance(layers, tuple):
-        return {**base, "layers": _joined(layers, merged)}
-    return {**base, "layers": {**layers, **merged}}
+    return make_merge(adapted(base, config), base, config)(adapters)
 
 
-class Base(NamedTuple):
-    """Frozen parameters of a searcher, in the decoder's layout.
-
-    Attributes:
-        kernels: adapted matrices of each layer, not quantised.
-        rest: the tree without the adapted matrices, as the decoder reads it.
-    """
-
-    kernels: tuple[Params, ...]
-    rest: Params
-
-
-def merge_into(
-    base: Base, adapters: Params, *, config: TransformerConfig, quantization: Quantization = "none"
-) -> Params:
-    """Return `merge` in the decoder's layout, quantised like the result of `quantize`.
+def make_merge(
+    kernels: Any, rest: Params, config: TransformerConfig, quantization: Quantization = "none"
+) -> Callable[[Params], Params]:
+    """Return the function adapters -> weights, quantised like the result of `quantize`.
 
     Args:
-        base: base weights; weights without adapters are quantised already.
-        adapters: layers stacked, on the devices of the base.
+        kernels: return value of `adapted`, not quantised.
+        rest: the other leaves of the weights, quantised already.
         config: the architecture, with adapters.
-        quantization: quantization of the merged matrices.
+        quantization: format of the merged matrices; needs the decoder's layout.
     """
-    merged = _merge(*_merge_arguments(base.kernels, adapters, config, quantization))
-    return {**base.rest, "layers": _joined(base.rest["layers"], merged)}
+    program = merge_program(kernels, config, quantization)
+
+    def run(adapters: Params) -> Params:
+        merged, layers = program(kernels, adapters), rest["layers"]
+        if isinstance(layers, tuple):
+            joined: Any = tuple({**x, **new} for x, new in zip(layers, merged, strict=True))
+        else:
+            joined = {**layers, **merged}
+        return {**rest, "layers": joined}
+
+    return run
 
 
-def lower_merge(
-    kernels: tuple[Params, ...],
-    adapters: Params,
-    *,
-    config: TransformerConfig,
-    quantization: Quantization = "none",
-) -> jax.stages.Lowered:
-    """Return the lowered program of `merge_into`, from ShapeDtypeStructs with shardings."""
-    return _merge.lower(*_merge_arguments(kernels, adapters, config, quantization))
+def merge_program(
+    kernels: Any, config: TransformerConfig, quantization: Quantization = "none"
+) -> Any:
+    """Return the jitted program (kernels, adapters) -> kernels with adapters, quantised.
 
-
-def adapted(base: Params, config: TransformerConfig) -> Any:
-    """Return the adapted matrices of a base with their scales: the input of merging.
-
-    Leaves may have any type, as in `unadapted`.
+    Args:
+        kernels: as in `make_merge`, or ShapeDtypeStructs with shardings.
+        config, quantization: as in `make_merge`.
     """
-    names, layers = _adapted_leaves(config), base["layers"]
-    if isinstance(layers, tuple):
-        return tuple({n: x for n, x in layer.items() if n in names} for layer in layers)
-    return {n: x for n, x in layers.items() if n in names}
-
-
-def unadapted(base: Params, config: TransformerConfig) -> Params:
-    """Return a base in the decoder's layout without the matrices of `adapted`."""
-    names = _adapted_leaves(config)
-    layers = tuple({n: x for n, x in layer.items() if n not in names} for layer in base["layers"])
-    return {**base, "layers": layers}
-
-
-def _adapted_leaves(config: TransformerConfig) -> set[str]:
-    modules = _adapters(config).modules
-    return {*modules, *map(scale_name, modules)}
-
-
-def _joined(layers: Sequence[Params], merged: Sequence[Params]) -> tuple[Params, ...]:
-    return tuple({**layer, **new} for layer, new in zip(layers, merged, strict=True))
-
-
-def _merge_arguments(
-    kernels: Any, adapters: Params, config: TransformerConfig, quantization: Quantization = "none"
-) -> tuple:
-    where = [x.sharding for x in jax.tree.leaves(kernels)]
+    shardings = jax.tree.map(lambda x: x.sharding, kernels)
     # One program serves bases on any single device; a sharding would bind it to one device.
-    divided = None
-    if any(len(x.device_set) > 1 for x in where):
-        tree = jax.tree.map(lambda x: x.sharding, kernels)
-        if quantization != "none":
-            tree = tuple(layer | _of_scales(layer) for layer in tree)
-        divided = tuple(jax.tree.leaves(tree))
-    return kernels, adapters["layers"], _adapters(config), divided, quantization
+    if all(len(x.device_set) == 1 for x in jax.tree.leaves(shardings)):
+        shardings = None
+    elif quantization != "none":
+        shardings = tuple(layer | _of_scales(layer) for layer in shardings)
+    program = functools.partial(_merged, config=config, quantization=quantization)
+    return jax.jit(program, out_shardings=shardings)
 
 
 def _of_scales(layer: dict[str, NamedSharding]) -> dict[str, NamedSharding]:
@@ -203,21 +190,12 @@ def _of_scales(layer: dict[str, NamedSharding]) -> dict[str, NamedSharding]:
     }
 
 
-def _adapters(config: TransformerConfig) -> Adapters:
-    if config.adapters is None:
-        raise ValueError("this architecture has no adapters. Use the result of `with_adapters`")
-    return config.adapters
-
-
-@functools.partial(jax.jit, static_argnames=("config", "shardings", "quantization"))
-def _merge(
-    kernels: Any,
-    adapters: Params,
-    config: Adapters,
-    shardings: tuple[Any, ...] | None,
-    quantization: Quantization,
+def _merged(
+    kernels: Any, adapters: Params, config: TransformerConfig, quantization: Quantization
 ) -> Any:
     """Return the matrices with adapters added, in the layout of `kernels`: stacked or by layer."""
+    assert config.adapters is not None
+    factor = config.adapters.scale
 
     def add(kernel: Array, a: Array, b: Array) -> Array:
         inputs = math.prod(a.shape[:-1])
@@ -226,26 +204,16 @@ def _merge(
             b.reshape(b.shape[0], -1).astype(jnp.float32),
             precision="highest",
         )
-        total = kernel.astype(jnp.float32) + config.scale * delta.reshape(kernel.shape)
+        total = kernel.astype(jnp.float32) + factor * delta.reshape(kernel.shape)
         return total.astype(kernel.dtype)
 
-    def pair(name: str) -> tuple[Array, Array]:
-        a, b = lora_names(name)
-        return adapters[a], adapters[b]
+    def pair(name: str) -> list[Array]:
+        return [adapters["layers"][leaf] for leaf in lora_names(name)]
 
-    def row(name: str, layer: int) -> int:
-        return sum(name in earlier for earlier in kernels[:layer])
-
-    if isinstance(kernels, tuple):
-        merged: Any = tuple(
-            {name: add(x, *(y[row(name, i)] for y in pair(name))) for name, x in layer.items()}
-            for i, layer in enumerate(kernels)
-        )
-        merged = quantize({"layers": merged}, quantization)["layers"]
-    else:
-        merged = {name: jax.vmap(add)(x, *pair(name)) for name, x in kernels.items()}
-    if shardings is None:
-        return merged
-    leaves, treedef = jax.tree.flatten(merged)
-    placed = map(jax.lax.with_sharding_constraint, leaves, shardings)
-    return jax.tree.unflatten(treedef, list(placed))
+    if not isinstance(kernels, tuple):
+        return {name: jax.vmap(add)(x, *pair(name)) for name, x in kernels.items()}
+    layers = []
+    for i, layer in enumerate(kernels):
+        rows = {name: sum(name in earlier for earlier in kernels[:i]) for name in layer}
+        layers.append({n: add(x, *(y[rows[n]] for y in pair(n))) for n, x in layer.items()})
+    return quantize({"layers": tuple(layers)}, quantization)["layers"]

@@ -8,8 +8,8 @@ use the same layer, `run_layer`, and differ only in the keys that queries see.
 
 import functools
 import math
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ from flax import nnx
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Float32, Int
 
-from tba_jax.models import attention, delta, rope
+from tba_jax.models import attention, delta, rope, shared_prompts
 from tba_jax.models.architecture import (
     LayerKind,
     TransformerConfig,
@@ -27,9 +27,27 @@ from tba_jax.models.architecture import (
 )
 from tba_jax.models.block import Attend, Block, Rope, layer_leaves, norm, outer_leaves
 from tba_jax.models.config import MATRICES
-from tba_jax.models.layer_loop import Remat, run_layers
 
 Params = Mapping[str, Any]
+
+Remat = Literal["none", "layers", "dots"]
+"""Values that the backward pass recomputes instead of keeping them.
+
+none: nothing.
+dots: all except outputs of projections (attention scores, norms and activations).
+layers: whole layers; only their inputs are kept.
+"""
+
+_REMAT: dict[str, Callable[..., Any]] = {
+    "none": lambda layer: layer,
+    "layers": jax.checkpoint,
+    "dots": functools.partial(
+        jax.checkpoint, policy=jax.checkpoint_policies.dots_with_no_batch_dims_saveable
+    ),
+}
+
+Layer = Callable[[Array, Mapping[str, Any]], Array]
+"""(x [b ...], parameters of a layer) -> x after the layer."""
 
 
 @functools.partial(jax.jit, static_argnames=("config", "param_dtype"))
@@ -85,28 +103,26 @@ def apply(
     params: Params,
     tokens: Int[Array, "b s"],
     positions: Int[Array, "b s"],
-    mask: Bool[Array, "b s"],
+    visible: Bool[Array, "b s"] | attention.Visible | shared_prompts.Rows,
     *,
     config: TransformerConfig,
     compute_dtype: Any,
-    visible: attention.Visible | None = None,
     remat: Remat = "none",
     sharding: Any = None,
 ) -> Float[Array, "b s d"]:
-    """Return hidden states after the final norm; positions attend to valid ones up to themselves.
+    """Return hidden states after the final norm.
 
-    Rows may be padded on either side, or hold several sequences (`visible`); the output at a padded
-    position is finite but has no meaning.
+    The output at a padded position is finite but has no meaning.
 
     Args:
         params: parameters from `init_params` or `model.load`, also in the decoder's layout.
         tokens: token ids.
         positions: position of each token in its sequence. A left-padded row starts at 0 after its
             padding, and each sequence of a packed row at 0.
-        mask: which tokens are valid.
+        visible: which tokens are valid, in rows of one sequence padded on either side; or the
+            return value of `attention.packed`; or `shared_prompts.Rows`.
         compute_dtype: dtype of matmul inputs and of the residual stream; norms, rotations and
             softmax are float32.
-        visible: return value of `attention.packed` for packed rows; None: one sequence per row.
         remat: what the backward pass recomputes.
         sharding: a `shardings.ComputeSharding`, which on a mesh gathers the layers; `params`
             outside the layers are gathered already. None: any single device.
@@ -114,40 +130,97 @@ def apply(
     Raises:
         ValueError: `remat` is not the name of a policy.
     """
-    if visible is None:
-        visible = attention.causal(mask)
-    if visible.prompts is not None:
+    if remat not in _REMAT:
+        raise ValueError(f"remat {remat!r}; want one of {', '.join(map(repr, _REMAT))}")
+    attend_rows, mix_rows = attention.attend_causal, delta.mix
+    if isinstance(visible, shared_prompts.Rows):
+        attend_rows, mix_rows = shared_prompts.attend, shared_prompts.mix
+    elif not isinstance(visible, attention.Visible):
+        visible = attention.causal(visible)
+    elif visible.prompts is not None:
         visible = visible._replace(positions=positions)
     kernels, mesh = kernels_of(config, sharding), None if sharding is None else sharding.mesh
     angles = rotary(positions, config)
 
-    def layer_of(kind: LayerKind) -> Any:
+    def layer_of(kind: LayerKind) -> Layer:
         def attend(q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[Array, None]:
             scores = scores_of(kind, config, sinks)
-            return attention.attend_causal(q, k, v, visible, scores=scores, kernels=kernels), None
+            return attend_rows(q, k, v, visible, scores=scores, kernels=kernels), None
 
-        def mix(x: delta.Inputs) -> tuple[Array, None]:
-            return delta.mix(x, visible)[0], None
-
+        mix = functools.partial(mix_rows, visible=visible)
         through: Attend = mix if kind == "delta" else attend
 
-        def layer(x: Array, layer_params: Params) -> Array:
-            return run_layer(layer_params, x, angles[kind], through, config=config, mesh=mesh)[0]
+        def layer(x: Array, params: Params) -> Array:
+            if sharding is not None:
+                params = sharding.layer(params, compute_dtype)
+            x = run_layer(params, x, angles[kind], through, config=config, mesh=mesh)[0]
+            return x if sharding is None else sharding.rows(x)
 
-        return layer
+        return _REMAT[remat](layer)
 
     x = embed(params, tokens, positions, config=config, compute_dtype=compute_dtype)
-    layers = [layer_of(kind) for kind in config.pattern]
-    x = run_layers(
-        layers,
-        x,
-        params,
-        config=config,
-        compute_dtype=compute_dtype,
-        remat=remat,
-        sharding=sharding,
-    )
+    x = x if sharding is None else sharding.rows(x)
+    layers = {kind: layer_of(kind) for kind in config.pattern}
+    x = _run_layers(layers, x, params["layers"], config)
     return final_norm(params, x, config=config)
+
+
+def _run_layers(
+    of_kind: Mapping[LayerKind, Layer],
+    x: Float[Array, "b s d"],
+    layers: Any,
+    config: TransformerConfig,
+) -> Float[Array, "b s d"]:
+    """Return the residual stream after all layers; each kind of layer is traced once.
+
+    Args:
+        of_kind: function of each kind of layer.
+        layers: parameters of the layers, stacked or separate. Stacked layers are a scan over
+            repeats of the pattern.
+    """
+    pattern = config.pattern
+    if len(pattern) == 1 and not isinstance(layers, tuple):
+        (layer,) = of_kind.values()
+        return jax.lax.scan(lambda x, params: (layer(x, params), None), x, layers)[0]
+    of_kind = {kind: jax.jit(layer) for kind, layer in of_kind.items()}
+
+    def run(x: Array, layers: Sequence[Params], kinds: Sequence[LayerKind]) -> Array:
+        for params, kind in zip(layers, kinds, strict=True):
+            x = of_kind[kind](x, params)
+        return x
+
+    if isinstance(layers, tuple):  # the decoder's layout
+        return run(x, layers, config.layer_kinds)
+
+    def repeat(x: Array, layers: Params) -> tuple[Array, None]:
+        return run(x, _unstacked(layers, pattern), pattern), None
+
+    whole = config.num_layers // len(pattern)
+    kinds = config.layer_kinds[whole * len(pattern) :]  # after the last whole repeat
+    ends = {name: config.row(name, config.num_layers - len(kinds)) for name in layers}
+    repeats = {
+        name: leaf[: ends[name]].reshape(whole, -1, *leaf.shape[1:])
+        for name, leaf in layers.items()
+    }
+    x, _ = jax.lax.scan(repeat, x, repeats)
+    rest = {name: leaf[ends[name] :] for name, leaf in layers.items()}
+    return run(x, _unstacked(rest, kinds), kinds)
+
+
+def _unstacked(layers: Params, kinds: Sequence[LayerKind]) -> tuple[Params, ...]:
+    """Return the parameters of each layer.
+
+    The gradient of a split is a concatenation. The gradient of plain indexing would add up arrays
+    that are zero except for one layer.
+    """
+    rows = {
+        name: iter(jax.lax.split(leaf, (1,) * len(leaf)) if len(leaf) else ())
+        for name, leaf in layers.items()
+    }
+    return tuple(
+        {name: next(rows[name]).squeeze(0) for name in layers if has_leaf(kind, name)}
+        for kind in kinds
+    )
 
 
 def scores_of(

@@ -177,11 +177,10 @@ class _Run:
         return abstract_weights(self.model_config, dtype, where, quantization)
 
     @property
-    def base(self) -> lora.Base:
-        """Shapes of the base weights that a searcher keeps for adapters."""
+    def base(self) -> tuple[Any, Any]:
+        """Shapes of the weights that a searcher keeps for adapters: adapted matrices, others."""
         held = self.weights(self.config.search.quantization)
-        exact = lora.adapted(self.weights(), self.policy)
-        return lora.Base(exact, lora.unadapted(held, self.policy))
+        return lora.adapted(self.weights(), self.policy), lora.unadapted(held, self.policy)
 
 
 def _trainer_programs(run: _Run) -> list[Planned]:
@@ -321,14 +320,14 @@ def lower_decoder(
 
 def _merge(run: _Run) -> Planned:
     """Return the program that merges adapters into a searcher's weights."""
-    config, policy, kernels = run.config, run.policy, run.base.kernels
+    config, policy, kernels = run.config, run.policy, run.base[0]
     shardings = model_parts.adapter_shardings(policy, run.placement.searcher_meshes[0])
     adapters = _abstract(lora.abstract_adapters(policy), shardings, config.model.compute_dtype)
     resident = {FROZEN: shard_bytes(kernels), "adapters": shard_bytes(adapters)}
     return Planned(
         Program("merge", "searcher", 0.0, 2 * resident[FROZEN] + resident["adapters"]),
-        lambda: lora.lower_merge(
-            kernels, adapters, config=policy, quantization=config.search.quantization
+        lambda: lora.merge_program(kernels, policy, config.search.quantization).lower(
+            kernels, adapters
         ),
         resident,
         result="next weights",

@@ -21,7 +21,7 @@ from tba_jax.flow.padding import length_buckets
 from tba_jax.models import encoder
 from tba_jax.models import model as models
 from tba_jax.models.hf import folders
-from tba_jax.models.logprobs import token_logprobs
+from tba_jax.models.logprobs import row_token_logprobs
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.tokenizer import Tokenizer
@@ -149,9 +149,9 @@ def _verdict_program(config: Any, size: int, dtype: str, site: Site) -> Callable
     def program(params: Any, tokens: Array, mask: Array) -> Array:
         lengths = jnp.sum(mask, axis=1)
         # Left-padded, so that the last tokens of all rows have the same place.
-        tokens = jax.vmap(jnp.roll)(tokens, tokens.shape[1] - lengths)[:, None]
-        prompts, sizes = (lengths - size)[:, None], jnp.full((len(tokens), 1), size, jnp.int32)
-        found = token_logprobs(params, tokens, prompts, sizes, response_bucket=size, **how)
+        tokens = jax.vmap(jnp.roll)(tokens, tokens.shape[1] - lengths)
+        prompts, sizes = lengths - size, jnp.full((len(tokens), 1), size, jnp.int32)
+        found = row_token_logprobs(params, tokens, prompts, sizes, response_bucket=size, **how)
         return jnp.sum(found[:, 0], axis=-1)
 
     return program

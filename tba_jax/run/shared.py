@@ -229,9 +229,8 @@ def make_arrival(shared: Shared, base: Any) -> tuple[list[Any], list[Callable[[A
             whole = on_mesh(site.mesh, weight_shardings(plain, site.mesh))
             of_kernels = lora.adapted(whole, policy)
             of_rest = lora.unadapted(shardings, policy)
-            own = lora.Base(hand_over(kernels, of_kernels), hand_over(rest, of_rest))
-            options = {"config": policy, "quantization": quantization}
-            merges[site] = site.locked(functools.partial(lora.merge_into, own, **options))
+            own, others = hand_over(kernels, of_kernels), hand_over(rest, of_rest)
+            merges[site] = site.locked(lora.make_merge(own, others, policy, quantization))
     adapters = [model_parts.adapter_shardings(policy, site.mesh) for site in sites.searchers]
     return adapters, [merges[site] for site in sites.searchers]
 

@@ -40,7 +40,7 @@ def make_score(base: Any, response_length: int, *, has_head: bool, **options: An
     Args:
         base: frozen parameters that the trained adapters extend; None: all parameters are trained.
         response_length: t, padded length of the responses of rows by prompt.
-        options: config, scoring, remat and sharding, as in `logprobs.token_logprobs`.
+        options: config, scoring, remat and sharding, as in `logprobs.row_token_logprobs`.
     """
 
     def score(trained: Any, rows: Rows) -> Float[Array, "n x *both"]:

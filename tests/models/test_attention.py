@@ -236,7 +236,7 @@ def test_kernels_are_selected_where_they_support_the_arguments():
         (cuda, low, 120, "cudnn", scores(4, sinks=sinks)),
         (cuda, low, 128, "xla", scores(4, sinks=sinks)),
         (cuda, low, 64, "xla", scores(cap=30.0)),
-        (tpu, low, 64, "xla", scores(sinks=sinks)),
+        (tpu, low, 64, "splash", scores(4, 30.0, sinks)),
         (tpu, low, 64, "xla", plain, 255),
         (tpu, low, 64, "splash", plain, 256),
         (cuda, low, 64, "cudnn", plain, 1),
@@ -312,9 +312,15 @@ def test_kernels_run_on_each_devices_part_of_a_mesh():
     mesh = jax.make_mesh((2, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     sharding = jax.NamedSharding(mesh, jax.P("data", "model"))
     q, k, v = sequences()
-    run = jax.jit(splash.attend_causal, static_argnames="sharding")
+    scores = attention.Scores(4, sinks=jnp.asarray(SINKS))
+
+    @functools.partial(jax.jit, static_argnames="sharding")
+    def run(q, k, v, mask, sharding):
+        return splash.attend(q, k, v, attention.causal(mask), scores, sharding)
+
     out = run(q, k, v, MASK, sharding=sharding)
-    assert_close_where_valid(out, compiled("xla")[0](q, k, v, MASK))
+    wanted = attention.attend_causal(q, k, v, attention.causal(jnp.asarray(MASK)), scores=scores)
+    assert_close_where_valid(out, wanted)
     with pytest.raises(ValueError, match="only slots and heads can be divided"):
         run(q, k, v, MASK, sharding=jax.NamedSharding(mesh, jax.P(None, None, "model")))
 

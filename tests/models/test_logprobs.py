@@ -6,13 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fake_models import TINY_LOGIT, logprob_bound, random_params, tiny_config
+from fake_models import TINY_LOGIT, logprob_bound, random_params, tiny_config, token_logprobs
 
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.flow.padding import left_pad
 from tba_jax.models import transformer
-from tba_jax.models.logprobs import token_logprobs
 from tba_jax.models.scoring import Scoring
 
 CONFIG = tiny_config()

@@ -101,7 +101,7 @@ def test_what_is_merged_is_rounded_to_eight_bits_and_the_rest_once(num_devices):
         exact = jax.device_put(exact, lora.adapted(where, policy))
         where = weight_shardings(DIVISIBLE, mesh, "int8")
         rest = jax.device_put(rest, lora.unadapted(where, policy))
-    found = lora.merge_into(lora.Base(exact, rest), adapters, config=policy, quantization="int8")
+    found = lora.make_merge(exact, rest, policy, "int8")(adapters)
     assert jax.tree.structure(found) == jax.tree.structure(held)
     if num_devices > 1:
         for x, wanted in zip(*map(jax.tree.leaves, (found, where)), strict=True):

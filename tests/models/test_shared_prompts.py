@@ -11,7 +11,7 @@ from fake_batches import slow
 from fake_models import FAMILIES, random_params, tiny_config
 
 from tba_jax.models import attention, shared_prompts, transformer
-from tba_jax.models.logprobs import row_token_logprobs, token_logprobs
+from tba_jax.models.logprobs import row_token_logprobs
 from tba_jax.models.scoring import Scoring
 
 # Prompts of 5, 2 and 3 tokens, four responses to each, of up to six.
@@ -27,10 +27,19 @@ def tokens():
 
 
 def shared_states(params, config):
-    prompts, responses = (jnp.asarray(x) for x in tokens())
-    return shared_prompts.apply(
-        params, prompts, responses, PROMPT_LENGTHS, config=config, compute_dtype=jnp.float64
+    prompts, responses = tokens()
+    start, behind = X - PROMPT_LENGTHS[:, None], X + np.arange(C * T)[None] % T
+    index = np.arange(X)[None]
+    positions = np.concatenate([np.maximum(index - start, 0), behind - start], 1)
+    hidden = transformer.apply(
+        params,
+        jnp.asarray(np.concatenate([prompts, responses.reshape(B, -1)], 1)),
+        jnp.asarray(positions),
+        shared_prompts.Rows(jnp.asarray(index >= start), C),
+        config=config,
+        compute_dtype=jnp.float64,
     )
+    return hidden[:, X - 1], hidden[:, X:].reshape(B, C, T, -1)
 
 
 def states_of_rows(params, config):
@@ -81,10 +90,9 @@ def packed_states(params, config, is_shared=True):
         params,
         seen,
         positions,
-        segments > 0,
+        attention.packed(segments, *((contexts, is_prompt > 0) if is_shared else ())),
         config=config,
         compute_dtype=jnp.float64,
-        visible=attention.packed(segments, *((contexts, is_prompt > 0) if is_shared else ())),
     )
     ends = jnp.stack([hidden[row, at.stop - 1] for row, at in (where[i, 0] for i in range(B))])
     each = [hidden[where[i, j + 1]] for i in range(B) for j in range(C)]
@@ -139,14 +147,17 @@ def test_logprobs_of_groups_are_those_of_rows(scoring):
     kwargs = {"response_bucket": T, "config": config, "scoring": scoring, "remat": "layers"}
     cotangent = np.random.default_rng(1).normal(size=(B, C, T)).astype(np.float32)
 
-    def with_gradients(function, *arrays):
-        values, pull = jax.vjp(lambda params: function(params, *arrays, **kwargs), params)
+    def with_gradients(*arrays):
+        def run(params):
+            return row_token_logprobs(params, *arrays, **kwargs).reshape(B, C, T)
+
+        values, pull = jax.vjp(run, params)
         return values, pull(jnp.asarray(cotangent))[0]
 
     params = random_params(config)
-    each = np.repeat(PROMPT_LENGTHS[:, None], C, 1)
-    wanted = with_gradients(token_logprobs, rows, each, RESPONSE_LENGTHS)
-    got = with_gradients(row_token_logprobs, groups, PROMPT_LENGTHS, RESPONSE_LENGTHS)
+    apart = rows.reshape(B * C, -1), np.repeat(PROMPT_LENGTHS, C), RESPONSE_LENGTHS.reshape(-1, 1)
+    wanted = with_gradients(*apart)
+    got = with_gradients(groups, PROMPT_LENGTHS, RESPONSE_LENGTHS)
     assert np.abs(wanted[0]).max() > 1
     jax.tree.map(
         # Float32 sums in another order, of values and gradients of order 1 to 100.
@@ -156,31 +167,36 @@ def test_logprobs_of_groups_are_those_of_rows(scoring):
     )
 
 
-def test_attention_behind_a_prompt_is_that_of_rows_of_their_own():
-    attend = functools.partial(shared_prompts._attend_in_rows, implementation="xla")
-    rng = np.random.default_rng(2)
+@pytest.mark.parametrize("window", [None, 4])
+def test_attention_behind_a_prompt_is_that_of_rows_of_their_own(monkeypatch, window):
+    """The rows of flash attention, computed by the einsum, against the two parts."""
+    shapes = [(B, X + C * T, *heads) for heads in ((2, 3, 4), (2, 4), (2, 4))]
+    mask = jnp.asarray(np.arange(X)[None] >= X - PROMPT_LENGTHS[:, None])
+    scores = attention.Scores(window)
+    plain = attention.attend_causal
+
+    def by_einsum(*args, implementation, **kwargs):
+        assert args[0].shape[:2] == (B * C, X + T) and implementation == "splash"
+        return plain(*args, **kwargs)
+
+    def with_gradients(implementation):
+        def run(*args):
+            rows, how = shared_prompts.Rows(mask, C), {"implementation": implementation}
+            out = shared_prompts.attend(*args, rows, scores=scores, **how)
+            return jnp.where(is_valid[:, :, None, None, None], out, 0)
+
+        out, pull = jax.vjp(run, *arrays)
+        return out, pull(cotangent)
+
     with jax.enable_x64(True):
-        own = [
-            jnp.asarray(rng.normal(size=(B, C, T, *heads))) for heads in ((2, 3, 4), (2, 4), (2, 4))
-        ]
-        keys, values = (jnp.asarray(rng.normal(size=(B, X, 2, 4))) for _ in range(2))
-        mask = jnp.asarray(np.arange(X)[None] >= X - PROMPT_LENGTHS[:, None])
-        cotangent = jnp.asarray(rng.normal(size=(B, C, T, 2, 3, 4)))
-
-        def with_gradients(attend):
-            def run(q, k, v, keys, values):
-                return attend(q, k, v, shared_prompts.Seen(keys, values, mask))
-
-            out, pull = jax.vjp(run, *own, keys, values)
-            return out, pull(cotangent)
-
-        wanted = with_gradients(shared_prompts.attend_after)
-        assert np.abs(wanted[1][3]).max() > 0.1
-        jax.tree.map(
-            lambda x, y: np.testing.assert_allclose(x, y, atol=1e-12),
-            with_gradients(attend),
-            wanted,
-        )
+        rng = np.random.default_rng(2)
+        *arrays, cotangent = (jnp.asarray(rng.normal(size=x)) for x in [*shapes, shapes[0]])
+        is_valid = jnp.pad(mask, ((0, 0), (0, C * T)), constant_values=True)
+        wanted = with_gradients("xla")
+        monkeypatch.setattr(attention, "attend_causal", by_einsum)
+        got = with_gradients("splash")
+    assert np.abs(wanted[1][1]).max() > 0.1
+    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-12), got, wanted)
 
 
 def test_a_row_of_padding_is_finite():

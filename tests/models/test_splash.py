@@ -49,8 +49,13 @@ def assert_same(run, wanted, args, weight):
         np.testing.assert_allclose(got, expected, atol=2e-5, rtol=2e-5)
 
 
+SINKS = jnp.asarray(np.linspace(-1.1, 2.3, G * R).reshape(G, R), jnp.float32)
+
+
+@pytest.mark.parametrize(("window", "cap"), [(None, 2.0), (7, None)])
+@pytest.mark.parametrize("shares", [False, True])
 @pytest.mark.parametrize("length", [40, slow(400)])
-def test_packed_rows_that_share_prompts_are_masked_by_pairs(length):
+def test_packed_rows_with_windows_caps_and_sinks(length, shares, window, cap):
     """Row 0: a prompt and its two responses, twice; row 1: one response, then padding."""
     n = length // 8
     of_sequences = np.array([[1, 2, 3, 3, 4, 5, 5, 6], [1, 2, 2, 2, 0, 0, 0, 0]])
@@ -59,15 +64,20 @@ def test_packed_rows_that_share_prompts_are_masked_by_pairs(length):
     segments, contexts, is_prompt = (
         jnp.asarray(np.repeat(x, n, axis=1), jnp.int32) for x in (of_sequences, of_prompts, starts)
     )
-    rows = attention.packed(segments, contexts, is_prompt > 0)
+    rows = attention.packed(segments, *((contexts, is_prompt > 0) if shares else ()))
     head_dim = 16
     args = arrays((2, length, G, R, head_dim), *[(2, length, G, head_dim)] * 2)
     weight = arrays(args[0].shape)[0] * (segments > 0)[:, :, None, None, None]
 
     def attend(implementation):
-        return lambda *args: attention.attend_causal(*args, rows, implementation=implementation)
+        def run(*args):
+            scores = attention.Scores(window, cap, args[3])
+            how = {"scores": scores, "implementation": implementation}
+            return attention.attend_causal(*args[:3], rows, **how)
 
-    assert_same(attend("splash"), attend("xla"), args, weight)
+        return run
+
+    assert_same(attend("splash"), attend("xla"), [*args, SINKS], weight)
 
 
 def compiled_layers(topology, head_dim, apply):
@@ -116,19 +126,20 @@ needs_libtpu = pytest.mark.skipif(
 @needs_libtpu
 @TOPOLOGIES
 def test_layers_compile_for_tpus_without_scores_in_memory(topology, head_dim):
-    """Behind a shared prompt, three kernels for prompts and three for responses; packed, three."""
+    """Three kernels: forward, and gradients of queries and of keys."""
     b, c, x, t = 2, 4, 320, 384
 
     def behind_a_prompt(params, **kwargs):
-        tokens = (jnp.zeros(shape, jnp.int32) for shape in ((b, x), (b, c, t)))
-        return shared_prompts.apply(params, *tokens, jnp.full((b,), x // 2), **kwargs)
+        tokens = jnp.zeros((b, x + c * t), jnp.int32)
+        rows = shared_prompts.Rows(jnp.arange(x)[None] >= jnp.full((b, 1), x // 2), c)
+        return transformer.apply(params, tokens, tokens, rows, **kwargs)
 
     def packed(params, **kwargs):
         index = jnp.broadcast_to(jnp.arange(t, dtype=jnp.int32), (b, t))
         visible = attention.packed(1 + index // 64, 1 + index // 128, index % 128 < 64)
-        return transformer.apply(params, index % 23, index, index >= 0, visible=visible, **kwargs)
+        return transformer.apply(params, index % 23, index, visible, **kwargs)
 
-    for apply, num_kernels in ((behind_a_prompt, 6), (packed, 3)):
+    for apply in (behind_a_prompt, packed):
         text = compiled_layers(topology, head_dim, apply)
-        assert len(re.findall(r"custom_call_target=\"tpu_custom_call\"", text)) == num_kernels
+        assert len(re.findall(r"custom_call_target=\"tpu_custom_call\"", text)) == 3
         assert not re.search(rf"f32\[[\d,]*{t},({t}|{x}|{x + t})\]", text)

@@ -54,6 +54,27 @@ def test_remat_changes_neither_values_nor_gradients(params, tokens, remat):
         np.testing.assert_allclose(again, plain, rtol=2e-4, atol=1e-5)
 
 
+def test_each_kind_of_layer_is_traced_once(monkeypatch):
+    """The pattern has two windows before each full layer; the fourth layer is a window again."""
+    config, calls, real = tiny_config(family="gemma3_text"), [], transformer.run_layer
+    monkeypatch.setattr(
+        transformer, "run_layer", lambda *args, **kwargs: calls.append(1) or real(*args, **kwargs)
+    )
+    stacked = transformer.abstract_params(config)
+    apart = jax.eval_shape(lambda x: transformer.unstack_layers(x, config), stacked)
+    row = jax.ShapeDtypeStruct((1, 4), jnp.int32)
+    for params in (stacked, apart):
+        calls.clear()
+        jax.eval_shape(
+            lambda params, x: transformer.apply(
+                params, x, x, x >= 0, config=config, compute_dtype=jnp.float32, remat="layers"
+            ),
+            params,
+            row,
+        )
+        assert len(calls) == 2
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_parameter_reaches_the_logits(family):
     config = tiny_config(family=family, tie_embeddings=False)

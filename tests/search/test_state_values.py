@@ -7,13 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fake_models import random_params, tiny_config
+from fake_models import random_params, tiny_config, token_logprobs
 from fake_search import ByFunction
 from fake_tickets import House
 
 from tba_jax.decoding.engine import Decoder
 from tba_jax.flow.trajectory import Prompt
-from tba_jax.models.logprobs import token_logprobs
 from tba_jax.models.scoring import Scoring
 from tba_jax.rewards.scores import Grader
 from tba_jax.search.config import SearchSettings

@@ -22,9 +22,8 @@ from fake_batches import (
     make_draws,
     slow,
 )
-from fake_models import random_params, tiny_config
+from fake_models import random_params, tiny_config, token_logprobs
 
-from tba_jax.models.logprobs import token_logprobs
 from tba_jax.models.transformer import apply
 from tba_jax.settings import Schedule
 from tba_jax.train.config import OptimizerSettings
