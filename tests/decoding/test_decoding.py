@@ -251,6 +251,59 @@ def test_weights_are_swapped_between_chunks(params, decoder):
     np.testing.assert_array_equal(tokens[2:], swapped.tokens[2:])
 
 
+class Noted:
+    """Result of a chunk that notes when it is read."""
+
+    def __init__(self, value, events):
+        self.value, self.events = value, events
+
+    def copy_to_host_async(self):
+        pass
+
+    def __array__(self, dtype=None, copy=None):
+        self.events.append("read")
+        return np.asarray(self.value)
+
+
+@pytest.mark.parametrize(("num_prompts", "order"), [(1, "LLRLR"), (2, "LRLRLLRLR")])
+def test_a_chunk_is_read_after_the_next_launch_unless_requests_wait(
+    params, monkeypatch, num_prompts, order
+):
+    """Two chunks a response, in one slot; the last launch finds no response to continue."""
+    decoder, events = tiny_decoder(), []
+    run_chunk = decoder.run_chunk
+
+    def noted(*args):
+        events.append("launch")
+        (tokens, *rest), *state = run_chunk(*args)
+        return ((Noted(tokens, events), *rest), *state)
+
+    monkeypatch.setattr(decoder, "run_chunk", noted)
+    session = decoder.session(params, num_slots=1)
+    for keys in row_keys(KEY, num_prompts)[:, None]:
+        session.submit(PROMPTS[0], keys, SamplingSettings(8, stop_ids=()))
+    assert len(list(session.run())) == num_prompts
+    short = "".join(event[0].upper() for event in events)
+    assert short == order
+
+
+def test_a_cancelled_request_leaves_nothing_in_its_slot(params, decoder):
+    """A chunk of the cancelled response is in flight when another response gets the slot."""
+    keys, settings = row_keys(KEY, 2)[:, None], SamplingSettings(16, stop_ids=())
+    (wanted,) = decoder.decode(params, PROMPTS[1:2], num_samples=1, key=keys[1:], settings=settings)
+    session = decoder.session(params, num_slots=1)
+    first = session.submit(PROMPTS[0], keys[0], settings)
+    assert session.step() == session.step() == []
+    assert [len(tokens) for tokens, _ in session.unfinished(first).values()] == [4]
+    session.cancel(first)
+    assert session.is_idle
+    session.submit(PROMPTS[1], keys[1], settings)
+    (found,) = session.run()
+    assert found.request == 1
+    np.testing.assert_array_equal(found.tokens, wanted[0].tokens)
+    np.testing.assert_array_equal(found.token_logprobs, wanted[0].token_logprobs)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -277,6 +330,7 @@ def test_impossible_calls_are_refused(params, decoder, changes, message):
         ({"top_p": 0.0}, "top_p = 0.0"),
         ({"top_p": 1.5}, "top_p = 1.5"),
         ({"top_k": -1}, "top_k = -1"),
+        ({"stop_ids": tuple(range(33))}, "wanted at most 32"),
         ({"min_new_tokens": 9}, "min_new_tokens = 9; wanted 0 to max_new_tokens = 8"),
     ],
 )
