@@ -109,7 +109,7 @@ class Client:
             age_s, mails = self._clock() - self._sent_s, tuple(box.mail for box in boxes)
             has_demand = age_s >= self._retry_s and any(mail.free > 0 for mail in mails)
             is_due = has_demand or any(mail.results for mail in mails)
-            if not is_due and age_s < HEARTBEAT_PERIOD_S:
+            if not is_due and age_s < max(HEARTBEAT_PERIOD_S, self._retry_s):
                 return False
             for box in boxes:
                 box.is_waiting = box.mail.free >= 0
