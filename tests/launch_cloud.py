@@ -46,18 +46,25 @@ class Cloud:
         for path in (self.bucket, self.box, folder / "bin", folder / "cloud"):
             path.mkdir()
         subprocess.run(["git", "init", "-q", tree], check=True)
-        self._worker_env = {"REAL_PYTHON": sys.executable, "BUCKET": str(self.bucket)}
-        (folder / "cloud/worker_env.json").write_text(json.dumps(self._worker_env))
+        of_workers = {"REAL_PYTHON": sys.executable, "BUCKET": str(self.bucket)}
+        (folder / "cloud/worker_env.json").write_text(json.dumps(of_workers))
         (folder / "bin/gcloud").symlink_to(FAKE / "gcloud")
         # A machine behind ssh: the last argument is the command, the box's home its folder.
-        self._script("ssh", f'cd {self.box} && exec bash -c "${{!#}}"')
-        self._script("scp", f'cp "${{@:2:$#-2}}" "{self.box}/${{!##*:}}"')
-        self._started = []
-
-    def _script(self, name, line):
-        path = self.folder / "bin" / name
-        path.write_text(f"#!/usr/bin/env bash\n{line}\n")
-        path.chmod(0o755)
+        for name, line in (
+            ("ssh", f'cd {self.box} && exec bash -c "${{!#}}"'),
+            ("scp", f'cp "${{@:2:$#-2}}" "{self.box}/${{!##*:}}"'),
+        ):
+            (folder / "bin" / name).write_text(f"#!/usr/bin/env bash\n{line}\n")
+            (folder / "bin" / name).chmod(0o755)
+        self._environment = {
+            "PATH": f"{folder / 'bin'}:{FAKE / 'worker_bin'}:/usr/local/bin:/usr/bin:/bin",
+            "HOME": str(self.box),
+            "LANG": "C.UTF-8",
+            "FAKE_CLOUD": str(folder / "cloud"),
+            "FAKE_HOSTNAME": "box",
+            **of_workers,
+        }
+        self._outputs = {}  # of each started process
 
     def settings(self, **changes):
         """Write the settings file; None leaves a setting out."""
@@ -65,63 +72,43 @@ class Cloud:
         lines = [f"{k}={shlex.quote(v)}\n" for k, v in values.items() if v is not None]
         self.settings_file.write_text("".join(lines))
 
-    def _environment(self):
-        return {
-            "PATH": f"{self.folder / 'bin'}:{FAKE / 'worker_bin'}:/usr/local/bin:/usr/bin:/bin",
-            "HOME": str(self.box),
-            "LANG": "C.UTF-8",
-            "FAKE_CLOUD": str(self.folder / "cloud"),
-            "FAKE_HOSTNAME": "box",
-            **self._worker_env,
-        }
-
-    def _argv(self, script, arguments):
-        return ["bash", str(self.tree / "launch" / script), *arguments]
-
-    def tpu(self, *arguments, code=0, timeout=120, script="tpu.sh"):
-        """launch/tpu.sh to its end."""
-        done = subprocess.run(
-            self._argv(script, arguments),
-            env=self._environment(),
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-        )
-        assert done.returncode == code, (done.returncode, done.stdout, done.stderr)
-        return done
-
-    def gpu(self, *arguments, code=0):
-        """launch/gpu.sh to its end."""
-        return self.tpu(*arguments, code=code, script="gpu.sh")
-
-    def start(self, *arguments):
-        """launch/tpu.sh without waiting; `output` reads what it has said."""
-        path = self.folder / f"output-{len(self._started)}"
+    def start(self, *arguments, script="tpu.sh"):
+        """A script of launch/ without waiting; `output` reads what it has printed."""
+        path = self.folder / f"output-{len(self._outputs)}"
         with open(path, "w") as file:
             process = subprocess.Popen(
-                self._argv("tpu.sh", arguments),
-                env=self._environment(),
+                ["bash", str(self.tree / "launch" / script), *arguments],
+                env=self._environment,
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
             )
-        self._started.append((process, path))
+        self._outputs[process] = path
         return process
 
+    def tpu(self, *arguments, code=0, script="tpu.sh"):
+        """What a script of launch/ prints until its end."""
+        process = self.start(*arguments, script=script)
+        assert process.wait(120) == code, self.output(process)
+        return self.output(process)
+
+    def gpu(self, *arguments, code=0):
+        """What launch/gpu.sh prints until its end."""
+        return self.tpu(*arguments, code=code, script="gpu.sh")
+
     def output(self, process):
-        """What a started command has printed so far."""
-        return next(path for p, path in self._started if p is process).read_text()
+        """What a started script has printed so far."""
+        return self._outputs[process].read_text()
 
     def calls(self, *words):
         """Argument lists of the gcloud calls that have these words among their first."""
         found = map(json.loads, _lines(self.folder / "cloud/calls.jsonl"))
         return [call for call in found if set(words) <= set(call[:4])]
 
-    def preempt(self, name="test"):
+    def preempt(self):
         """Take the slice away."""
-        gcloud = [str(FAKE / "gcloud"), "fake-preempt", name]
-        subprocess.run(gcloud, env=self._environment(), check=True, timeout=60)
+        gcloud = [str(FAKE / "gcloud"), "fake-preempt", "test"]
+        subprocess.run(gcloud, env=self._environment, check=True, timeout=60)
 
     def homes(self):
         """Home directories of the workers that exist."""
@@ -131,9 +118,9 @@ class Cloud:
         """Lines of a file in the share that all workers see."""
         return _lines(self.bucket / name)
 
-    def wait_for(self, condition, process=None, timeout=60.0):
+    def wait_for(self, condition, process=None):
         """Poll until `condition()`; fails when the process ends before or the time is over."""
-        end = time.monotonic() + timeout
+        end = time.monotonic() + 60
         while not condition():
             assert process is None or process.poll() is None, self.output(process)
             assert time.monotonic() < end, "timed out"
@@ -141,7 +128,7 @@ class Cloud:
 
     def close(self):
         """End whatever still runs here."""
-        for process, _ in self._started:
+        for process in self._outputs:
             process.kill()
             process.wait()
         homes = [str(home) for home in [*self.homes(), self.box]]

@@ -130,9 +130,3 @@ def test_files_and_names_on_a_page_exist(path):
 def test_files_and_names_in_the_sources_exist():
     found = {path: gone(path.read_text()) for path in SOURCES}
     assert {path: names for path, names in found.items() if names} == {}
-
-
-def test_ci_runs_the_test_command_of_the_readme():
-    (command,) = re.findall(r"The tests: `(.+)`\.", (ROOT / "README.md").read_text())
-    lines = [line.strip() for line in (ROOT / ".ci/run").read_text().splitlines()]
-    assert command.replace("pip install", "pip install --quiet") in lines

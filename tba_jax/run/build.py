@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run: its connected parts, and their assembly from the config, new or from a checkpoint.
 
-Invariants: `restore` restores everything that `save` saves (tests/integration/test_sync_loop.py).
+Invariants: `restore` restores everything that `save` saves (tests/integration/test_runs.py).
 The reference model never shares buffers with the trained parameters, because a train step donates
 its inputs.
 """

@@ -15,7 +15,7 @@ driver=async, searchers sample concurrently, on threads of this process or in ot
 Trainer and searchers wait for each other only with `replay.max_staleness` and `replay.pace`.
 
 Invariant: a loop ends with a save or with the first failure, and every wait for a
-thread or process has a time limit (tests/integration/test_async_loop.py).
+thread or process has a time limit (tests/integration/test_runs.py).
 Reference: Trajectory Balance with Asynchrony, arXiv 2503.18929, section 3 and algorithm 1.
 """
 

@@ -2,7 +2,7 @@
 """Conversion of sampled groups to groups of trajectories: grades, provenance, metrics.
 
 Invariant: each episode becomes a trajectory of its prompt's group, or the group counts it as
-rejected by reason (tests/search/test_groups.py).
+rejected by reason (tests/search/test_searcher.py).
 """
 
 from collections.abc import Sequence

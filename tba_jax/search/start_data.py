@@ -3,7 +3,7 @@
 
 They are graded, committed and merged like sampled responses. Their behavior log-probs are those of
 the start policy. Invariants: no response is truncated or omitted, and the policy could have sampled
-each response (tests/search/test_start_data.py).
+each response (tests/search/test_prompts.py).
 """
 
 from collections.abc import Callable, Mapping

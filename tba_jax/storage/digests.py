@@ -2,7 +2,7 @@
 """Digests of the files of a folder: storage may return other bits than Orbax wrote.
 
 A digest is the CRC-32C of a file. It detects accidents, not deliberate changes.
-Invariant: `damage` names every listed file whose content changed (tests/storage/test_digests.py).
+Invariant: `damage` names every listed file whose content changed (tests/storage/test_steps.py).
 """
 
 import json

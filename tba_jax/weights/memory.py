@@ -2,7 +2,7 @@
 """Published weights in the memory of one process.
 
 Invariants: searchers receive whole versions, which share no memory with the train state; searchers
-with the same devices share one copy (tests/weights/test_memory.py).
+with the same devices share one copy (tests/weights/test_weights.py).
 """
 
 import threading

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tba_jax.bench import accelerator, harness, rl_step
+from tba_jax.bench import accelerator, harness
 from tba_jax.bench.accelerator import Part
 
 # A side: its behaviour is in the job.
@@ -72,12 +72,6 @@ def test_a_bad_option_is_refused(benchmark, option, message, capsys):
     with pytest.raises(SystemExit):
         importlib.import_module(f"tba_jax.bench.{benchmark}").main([option])
     assert message in capsys.readouterr().err.splitlines()[-1]
-
-
-def test_what_cannot_be_measured_is_one_line(capsys):
-    assert rl_step.main(["--peers=trl", "--peer_python=/no/python"]) == 1
-    error = capsys.readouterr().err
-    assert "/no/python: [Errno 2] No such file" in error and len(error.splitlines()) == 1
 
 
 def part(name, code):

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The edge of the commands: one line whatever is wrong; the unexpected has a traceback."""
+"""The edge of the commands: one line whatever is wrong, dead outputs, and processes of a pod."""
 
 import errno
 import os
 import signal
 import subprocess
 import sys
+import textwrap
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 import tba_jax
 from tba_jax.commands.entry_point import run_command
+from tba_jax.commands.launch_processes import launch
 from tba_jax.commands.overview import COMMANDS, main
 from tba_jax.run.errors import UserError
 
@@ -70,3 +74,78 @@ def test_a_command_runs_by_its_name_and_an_unknown_one_is_one_line(capsys):
     assert end.value.code == 0 and "tba_jax.report" in capsys.readouterr().out
     assert main(["raport"]) == 2
     assert "there is no command 'raport'; did you mean report?" in capsys.readouterr().err
+
+
+PRINTING = """
+import sys
+from tba_jax.report.progress import ProgressDisplay
+from tba_jax.commands.interruption import surviving_closed_outputs
+with surviving_closed_outputs():
+    display = ProgressDisplay(9)
+    for i in range(3):
+        display.note(f"line {i}")
+        print("x" * 100_000, flush=True)
+    print("errors too", file=sys.stderr)
+"""
+
+
+FULL = "the output cannot be written (No space left on device)"
+
+
+@pytest.mark.parametrize(("outputs", "said"), [(">/dev/full", FULL), ("2>&1 | true", "")])
+def test_what_is_printed_to_a_dead_output_is_dropped(outputs, said):
+    script = f'set -o pipefail; "$@" {outputs}'
+    done = subprocess.run(
+        ["bash", "-c", script, "bash", sys.executable, "-c", PRINTING],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert said in done.stderr and "Traceback" not in done.stderr
+    if said:
+        assert done.stderr.count("cannot be written") == 1 and "errors too" in done.stderr
+
+
+CHILD = """
+import os, signal, sys, time
+who = int(sys.argv[-1].split("=")[1])
+print("began", who, sys.argv[-2], flush=True)
+{body}
+"""
+
+
+def run(body, capfd, **options):
+    command = [sys.executable, "-c", CHILD.format(body=textwrap.dedent(body))]
+    return launch(2, ["--mine=1"], command=command, **options), *capfd.readouterr()
+
+
+def test_the_first_failure_is_named_and_the_others_do_not_outlive_it(capfd):
+    body = "if who == 1: os.kill(os.getpid(), 9)\ntime.sleep(60)"
+    got, _, err = run(body, capfd, grace_s=0.5)
+    assert got == 137 and "process 1 was killed by SIGKILL, the first of 2 to fail" in err
+    assert "Run the same command again" in err
+    assert "process 0 did not end by itself: killed" in err
+
+
+def test_an_interruption_reaches_every_process(capfd, tmp_path, monkeypatch):
+    monkeypatch.setenv("READY", str(tmp_path))
+    body = """
+    def stop(*_):
+        print("saved", flush=True)
+        sys.exit(0)
+    signal.signal(signal.SIGINT, stop)
+    open(os.path.join(os.environ["READY"], str(who)), "w").close()
+    time.sleep(60)
+    """
+
+    def interrupt():
+        while len(os.listdir(tmp_path)) < 2:  # earlier, a process has no handler yet
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    code, out, _ = run(body, capfd)
+    assert code == 0 and "[0] saved" in out and "[1] saved" in out
+    assert "[0] began 0 --num_processes=2" in out.splitlines()

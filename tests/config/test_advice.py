@@ -26,15 +26,6 @@ def test_a_sentence_is_said_once_and_names_the_setting():
     assert said([(0.15, 0.7)] * 10) == [] and said([(0.9, 0.9)] * 2) == []
 
 
-def test_rows_that_are_mostly_padding_should_be_packed():
-    config = make_config({"search.max_new_tokens": 256, "task.max_prompt_tokens": 100})
-    advice, values = Advice(), {"train/padding_share": 0.7}
-    steps = [advice.lines(config, step, values, Times(step, 0.0, 0.0)) for step in range(1, 6)]
-    (line,) = sum(steps, [])
-    assert line.startswith("70% of the tokens in the train step are padding. Begin a run with ")
-    assert "--config.batch.packed_length=768" in line
-
-
 def test_the_slower_side_is_named_once():
     (line,) = said([(0.0, 0.0)] * 60)
     assert line.startswith("the trainer waits 90% of the time")

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
-from tba_jax.decoding.shardings import cache_sharding, weight_shardings
+from tba_jax.decoding.shardings import weight_shardings
 from tba_jax.devices.sharding import partition_spec, tree_shardings
 from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.models import transformer
@@ -125,19 +125,3 @@ def test_a_tensor_parallel_decoder_equals_one_device(parts, temperature):
     np.testing.assert_array_equal(out.lengths, wanted.lengths)
     bound = logprob_bound(CONFIG, 16, TINY_LOGIT)
     np.testing.assert_allclose(out.token_logprobs, wanted.token_logprobs, rtol=0, atol=bound)
-
-
-@pytest.mark.parametrize(
-    ("axes", "heads"),
-    [
-        ({"model": 2}, [0, 1]),
-        ({"model": 4}, [0, 0, 1, 1]),
-        ({"data": 2, "model": 4}, [0, 0, 1, 1, 0, 0, 1, 1]),
-        ({"data": 2}, [None, None]),
-    ],
-)
-def test_each_device_caches_the_heads_that_its_queries_read(axes, heads):
-    """Two key/value heads; None: both. Query heads are divided in the order of the devices."""
-    sharding = cache_sharding(CONFIG, mesh(**axes))
-    parts = sharding.devices_indices_map((4, CONFIG.num_kv_heads, 16, 8)).values()
-    assert [index[1].start for index in parts] == heads

@@ -61,28 +61,22 @@ def environment(cache, overrides=()):
     }
 
 
+def options(cache, overrides, cwd):
+    """How a command is started."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return {**pipes, "env": environment(cache, overrides), "cwd": cwd or ROOT}
+
+
 def run(workdir, *overrides, cache, timeout=150, cwd=None, **kwargs):
     """Run to the end; returns the completed process."""
-    return subprocess.run(
-        command(workdir, *overrides, **kwargs),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env=environment(cache, overrides),
-        cwd=cwd or ROOT,
-    )
+    argv = command(workdir, *overrides, **kwargs)
+    return subprocess.run(argv, timeout=timeout, **options(cache, overrides, cwd))
 
 
 def start(workdir, *overrides, cache, cwd=None, **kwargs):
     """Start without waiting."""
-    return subprocess.Popen(
-        command(workdir, *overrides, **kwargs),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(cache, overrides),
-        cwd=cwd or ROOT,
-    )
+    argv = command(workdir, *overrides, **kwargs)
+    return subprocess.Popen(argv, **options(cache, overrides, cwd))
 
 
 def lines(path):
@@ -132,14 +126,8 @@ def children(pid):
 def start_pod(num_processes, workdir, *overrides, cache, cwd=None):
     """The launcher, without waiting."""
     launcher = [sys.executable, "-m", "tba_jax.launch_processes"]
-    return subprocess.Popen(
-        [*launcher, f"--num_processes={num_processes}", "--", *arguments(workdir, *overrides)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(cache, overrides),
-        cwd=cwd or ROOT,
-    )
+    argv = [*launcher, f"--num_processes={num_processes}", "--", *arguments(workdir, *overrides)]
+    return subprocess.Popen(argv, **options(cache, overrides, cwd))
 
 
 def run_pod(num_processes, workdir, *overrides, cache, cwd=None, timeout=240):
@@ -156,6 +144,17 @@ def child(pod, process_id):
     """Process id of one process of a pod."""
     command = ["pgrep", "-P", str(pod.pid), "-f", f"process_id={process_id}"]
     return int(subprocess.check_output(command, text=True).split()[0])
+
+
+def assert_trained(workdir, num_steps):
+    """A run made each step once, on responses of published versions, and lost none."""
+    records = [r for r in lines(workdir / "metrics.jsonl") if "train/loss" in r]
+    assert [r["step"] for r in records] == list(range(1, num_steps + 1))
+    assert is_balanced(report(workdir)["ledger"])
+    assert_every_ticket_once(workdir)
+    # A response never carries a version that was not published before it was trained on.
+    for record in records:
+        assert all(0 <= age < record["step"] for age, _ in record["buffer/staleness_histogram"])
 
 
 def assert_every_ticket_once(workdir):

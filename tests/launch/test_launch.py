@@ -57,12 +57,12 @@ def test_every_verb_prints_its_commands_and_runs_none_in_a_dry_run(cloud):
         "delete": "queued-resources delete test --force --quiet --project=p --zone=z",
     }
     for verb, command in wanted.items():
-        out = cloud.tpu(verb, "--dry-run").stdout
+        out = cloud.tpu(verb, "--dry-run")
         assert command in out, (verb, out)
         assert all(line.startswith(("+ ", "# ")) for line in out.splitlines()), (verb, out)
     assert cloud.calls() == []
     # What is printed is what a shell runs: the job survives two shells.
-    [line] = [x for x in cloud.tpu("run", "--dry-run").stdout.splitlines() if "start" in x]
+    [line] = [x for x in cloud.tpu("run", "--dry-run").splitlines() if "start" in x]
     words = shlex.split(line.removeprefix("+ "))
     [start] = [x.removeprefix("--command=") for x in words if x.startswith("--command=")]
     script = "tba_jax-test/worker.sh"
@@ -77,23 +77,23 @@ def test_what_is_missing_wrong_or_unknown_is_one_error(cloud):
         ({"JOB": None}, "JOB is not set; set it in"),
     ):
         cloud.settings(**{"JOB": "true", **changes})
-        error = cloud.tpu("run", "--dry-run", code=2).stderr
+        error = cloud.tpu("run", "--dry-run", code=2)
         assert message in error and str(cloud.settings_file) in error
         assert error.count("error:") == 1
-    assert "no verb 'start'" in cloud.tpu("start", code=2).stderr
-    assert "create has no option '--x'" in cloud.tpu("create", "--x", code=2).stderr
+    assert "no verb 'start'" in cloud.tpu("start", code=2)
+    assert "create has no option '--x'" in cloud.tpu("create", "--x", code=2)
     cloud.settings_file.unlink()
-    assert "no settings file" in cloud.tpu("run", code=2).stderr
+    assert "no settings file" in cloud.tpu("run", code=2)
 
 
 def test_a_job_from_create_to_delete(cloud):
     cloud.settings(JOB=counting(2), EXTRAS="hub", SETUP_COMMAND="echo mounted >mounted")
-    out = cloud.tpu("create").stdout
+    out = cloud.tpu("create")
     assert out.index("WAITING_FOR_RESOURCES") < out.index("PROVISIONING") < out.index("is ready")
-    assert "test is ready" in cloud.tpu("create").stdout
+    assert "test is ready" in cloud.tpu("create")
     assert len(cloud.calls("queued-resources", "create")) == 1
 
-    out = cloud.tpu("setup").stdout
+    out = cloud.tpu("setup")
     assert out.count("] Python 3.") == 2 and "[w-0] Python" in out and "[w-1] Python" in out
     for home in cloud.homes():
         root = home / "tba_jax-test"
@@ -102,18 +102,18 @@ def test_a_job_from_create_to_delete(cloud):
         assert (home / "uv.log").read_text().endswith("-e .[tpu,hub]\n")
         assert (root / "code/mounted").exists()
 
-    out = cloud.tpu("run").stdout
+    out = cloud.tpu("run")
     assert "the job is done on every worker" in out
     assert [cloud.bucket_lines(f"count-{i}") for i in (0, 1)] == [["1", "2"]] * 2
-    logged = cloud.tpu("logs").stdout.splitlines()
+    logged = cloud.tpu("logs").splitlines()
     assert {"[w-0] counted 2", "[w-1] counted 2"} <= set(logged)
-    assert "w-1 exited-0 counted 2\n" in cloud.tpu("status").stdout
-    assert "[w-0] nothing is running" in cloud.tpu("stop").stdout
+    assert "w-1 exited-0 counted 2\n" in cloud.tpu("status")
+    assert "[w-0] nothing is running" in cloud.tpu("stop")
 
     for _ in range(2):
-        assert "there is no test in z any more" in cloud.tpu("delete").stdout
+        assert "there is no test in z any more" in cloud.tpu("delete")
         assert cloud.homes() == []
-    assert "test is not ready (ABSENT); launch/tpu.sh create" in cloud.tpu("run", code=2).stderr
+    assert "test is not ready (ABSENT); launch/tpu.sh create" in cloud.tpu("run", code=2)
 
 
 def test_run_again_watches_and_a_stopped_job_has_saved_and_resumes(cloud):
@@ -124,22 +124,28 @@ def test_run_again_watches_and_a_stopped_job_has_saved_and_resumes(cloud):
     cloud.wait_for(lambda: cloud.bucket_lines("began-1"), process=first)
     second = cloud.start("run")  # on another terminal: it watches the same job
     cloud.wait_for(lambda: "running already" in cloud.output(second), process=second)
-    assert "a job is running on test; stop it" in cloud.tpu("setup", code=2).stderr
+    assert "a job is running on test; stop it" in cloud.tpu("setup", code=2)
     assert cloud.bucket_lines("began-1") == ["began"]
     cloud.tpu("stop")
     assert [cloud.bucket_lines(f"saved-{i}") for i in (0, 1)] == [["saved"]] * 2
     for watching in (first, second):
         assert watching.wait(30) == 1 and "the same command resumes" in cloud.output(watching)
-    assert cloud.tpu("status").stdout.count(" stopped ") == 2
+    assert cloud.tpu("status").count(" stopped ") == 2
     third = cloud.start("run")
     cloud.wait_for(lambda: len(cloud.bucket_lines("began-0")) == 2, process=third)
     cloud.tpu("stop")
     assert third.wait(30) == 1
 
 
-def test_a_preempted_run_is_made_anew_and_resumes(cloud):
+def test_a_failed_job_ends_the_run_and_a_preempted_one_is_made_anew(cloud):
     begin = "echo began >>$BUCKET/began-$JAX_PROCESS_ID"
-    cloud.settings(JOB=f"bash -c '{begin}; test -e $BUCKET/preempted || sleep 300'")
+    job = f"bash -c '{begin}; test -e $BUCKET/preempted || sleep 300'"
+    cloud.settings(JOB="bash -c 'echo the reason; exit $((3 * JAX_PROCESS_ID))'")
+    done = cloud.tpu("run", "--restart-on-preemption", code=1)
+    assert "w-1 exited-3" in done and "[w-1] the reason" in done
+    assert len(cloud.calls("queued-resources", "create")) == 1  # not taken for a preemption
+    cloud.tpu("delete")
+    cloud.settings(JOB=job)
     running = cloud.start("run", "--restart-on-preemption")
     cloud.wait_for(lambda: cloud.bucket_lines("began-1"), process=running)
     (cloud.bucket / "preempted").touch()
@@ -149,27 +155,18 @@ def test_a_preempted_run_is_made_anew_and_resumes(cloud):
     assert "test was taken away or failed" in out
     assert "the job is done on every worker" in out
     creates, deletes = (cloud.calls("queued-resources", x) for x in ("create", "delete"))
-    assert (len(creates), len(deletes)) == (2, 1)
-    assert creates[0] == creates[1]
+    assert (len(creates), len(deletes)) == (3, 2) and creates[1] == creates[2]
     assert cloud.bucket_lines("began-0") == ["began"] * 2
 
 
-def test_a_failing_job_ends_the_run_with_its_last_lines(cloud):
-    cloud.settings(JOB="bash -c 'echo the reason; exit $((3 * JAX_PROCESS_ID))'")
-    done = cloud.tpu("run", "--restart-on-preemption", code=1)
-    assert "w-1 exited-3" in done.stdout
-    assert "[w-1] the reason" in done.stdout
-    assert len(cloud.calls("queued-resources", "create")) == 1, "not taken for a preemption"
-
-
 def test_a_gpu_box(cloud):
-    assert "NVIDIA Fake" in cloud.gpu("me@box", "setup", "hub").stdout
+    assert "NVIDIA Fake" in cloud.gpu("me@box", "setup", "hub")
     assert (cloud.box / "uv.log").read_text().endswith("-e .[cuda,hub]\n")
     cloud.gpu("me@box", "start", "bash -c 'echo here $PWD'")
-    cloud.wait_for(lambda: "exited-0" in cloud.gpu("me@box", "status").stdout)
-    assert f"here {cloud.box}/tba_jax-job/code" in cloud.gpu("me@box", "logs").stdout
+    cloud.wait_for(lambda: "exited-0" in cloud.gpu("me@box", "status"))
+    assert f"here {cloud.box}/tba_jax-job/code" in cloud.gpu("me@box", "logs")
     cloud.gpu("me@box", "start", waiting())
     cloud.wait_for(lambda: cloud.bucket_lines("began-"))
-    assert "stopped" in cloud.gpu("me@box", "stop").stdout
+    assert "stopped" in cloud.gpu("me@box", "stop")
     assert cloud.bucket_lines("saved-") == ["saved"]
-    assert "no verb 'create'" in cloud.gpu("me@box", "create", code=2).stderr
+    assert "no verb 'create'" in cloud.gpu("me@box", "create", code=2)

@@ -94,16 +94,6 @@ def test_a_network_of_gpu_hosts_wants_more_rows_at_once():
     assert chosen(tpus)["model.remat"] == "dots"
 
 
-def test_searchers_take_the_devices_that_the_trainer_leaves():
-    devices = jax.local_devices()
-    found = choices.on_devices(make_config(LENGTHS | {"num_searchers": 0}), SHAPE, devices, 2**36)
-    half = max(1, len(devices) // 2)
-    assert found.mesh.fsdp == half and found.num_searchers == max(1, len(devices) - half)
-    given = make_config(LENGTHS | {"num_searchers": 0, "search.num_devices": 2})
-    kept = choices.on_devices(given, SHAPE, devices, 2**36)
-    assert kept.mesh.fsdp == 1 and kept.num_searchers == max(1, (len(devices) - 1) // 2)
-
-
 def test_a_resumed_run_takes_what_it_chose(monkeypatch):
     """On another machine and with other data, the choice would be another."""
     monkeypatch.setattr(choices, "with_lengths", lambda config: pytest.fail("chosen again"))

@@ -252,19 +252,6 @@ def test_a_restored_buffer_goes_on_as_the_saved_one_at_every_state(settings):
         assert_consistent(buffer, buffer._settings, step)
 
 
-def test_groups_merged_together_or_one_by_one_give_the_same_buffer():
-    settings = {"recency_prob": 0.5, "capacity_per_prompt": 3, "max_staleness": 2}
-    together, apart = make_buffer(**settings), make_buffer(**settings)
-    rng = np.random.default_rng(0)
-    for step in range(20):
-        groups = random_groups(rng, step) + random_groups(rng, step)
-        together.merge(groups, step)
-        for group in groups:
-            apart.merge([group], step)
-        assert drawn(together.draw(2, 2, step)) == drawn(apart.draw(2, 2, step))
-        assert_same_state(together, apart)
-
-
 def test_waiting_does_not_change_what_is_drawn():
     waiting, patient = (make_buffer(recency_prob=0.5, pace="trainer") for _ in range(2))
     for buffer, polls in ((waiting, 50), (patient, 1)):
@@ -338,16 +325,6 @@ def test_length_rank_against_scipys_ranks():
     found = ledger.stats()["buffer/length_rank"]
     assert found == pytest.approx(ranks[is_trained].mean(), abs=1e-12) and found > 0.6
     assert Ledger().stats()["buffer/length_rank"] == 0.5
-
-
-def test_responses_count_by_length_once_each():
-    buffer = make_buffer(recency_prob=1.0)
-    buffer.merge(make_groups({1: [[5], [5], [5], [6, 7]]}), 0)
-    for _ in range(3):
-        buffer.draw(1, 4, 0)
-    ledger = buffer.state().meta["ledger"]
-    assert dict(ledger["lengths"]) == dict(ledger["trained_lengths"]) == {1: 3, 2: 1}
-    assert buffer.stats()["buffer/replay_ratio"] == 3.0
 
 
 def test_warnings_of_waste_lengths_and_m():

@@ -1,17 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
+"""The page of a comparison, and the sample browser of a page, in Chromium."""
+
 import json
 import re
 
 import pytest
 from browser import in_browser
 from fake_workdir import fake_workdir
+from hostile import HOSTILE
+from markupsafe import escape
 
 from tba_jax.commands.compare import main
 from tba_jax.report import groups
 from tba_jax.report.files import load_run
+from tba_jax.report.page import render
+from tba_jax.report.words import shown
 from tba_jax.storage.whole_files import read_json, write_json
 
-HOSTILE = ("<script>document.title='hacked'</script>", '"><img src=x onerror="document.title=1">')
+MARKUP = ("<script>document.title='hacked'</script>", '"><img src=x onerror="document.title=1">')
 
 
 @pytest.fixture(scope="module")
@@ -25,14 +31,14 @@ def six(tmp_path_factory):
         fake_workdir(workdir, num_steps=20, made_steps=20 if is_over else 9, report=is_over)
         told = read_json(workdir / "config.json")
         told["config"] |= {"seed": seed, "objective": {"name": name, "beta": 0.1 * number // 3}}
-        told["config"] |= {"task": {"data_path": HOSTILE[1]}} if name == "tb" else {}
+        told["config"] |= {"task": {"data_path": MARKUP[1]}} if name == "tb" else {}
         write_json(workdir / "config.json", told)
         with open(workdir / "metrics.jsonl", "a") as log:
             if is_over:
                 last = {"step": 20, "eval/n": 9, "eval/pass_at_1": 0.5 + 0.1 * seed}
                 log.write(json.dumps(last) + "\n")
                 report = read_json(workdir / "report.json")
-                report["samples"][0] |= {"prompt": HOSTILE[0], "after": f"{HOSTILE[1]} seed {seed}"}
+                report["samples"][0] |= {"prompt": MARKUP[0], "after": f"{MARKUP[1]} seed {seed}"}
                 write_json(workdir / "report.json", report)
             log.write('{"step": 10, "time_s"')
     out = folder / "out" / "compare.html"
@@ -65,4 +71,98 @@ def test_the_axis_is_chosen_and_no_text_runs_as_a_script(six, tmp_path):
         return [before, seen(), document.title, document.querySelector('.beside pre').innerText]
         """,
     )
-    assert told == [["step"], ["tokens"], "6 runs in 2 groups · compare", HOSTILE[0]]
+    assert told == [["step"], ["tokens"], "6 runs in 2 groups · compare", MARKUP[0]]
+
+
+def line(step, number, **facts):
+    """A response of a training step."""
+    of = {"of": "train", "prompt_id": step % 3, "prompt": f"prompt {step % 3}", "answer": "7"}
+    of |= {"reward": step / 100, "parts": {"format": 0.25}, "finish": "eos", "length": 2 + number}
+    of |= {"version": max(step - 3, 0), "staleness": min(step, 3), "searcher": number}
+    of |= {"tokens": ["one ", f"word{step}"], "behavior": [30, -200]}
+    return {"step": step, **of, **facts}
+
+
+def page_of(folder, records, name="run"):
+    workdir = folder / name
+    fake_workdir(workdir, num_steps=4)
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    (workdir / "samples.jsonl").write_text(text)
+    page = folder / "page.html"
+    page.write_text(render(load_run(workdir), {}), encoding="utf-8", errors="strict")
+    return page
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory):
+    held_out = {"of": "eval", "prompt": "held out", "tokens": ["x"]}
+    records = [{"step": 0, "prompt_id": 0, **held_out}]
+    records += [line(step, number) for step in range(1, 41) for number in (0, 1)]
+    return page_of(tmp_path_factory.mktemp("samples"), records)
+
+
+HANDS = """
+    const set = (name, value) => { const x = document.querySelector(`#controls [name="${name}"]`);
+      x.value = value; x.dispatchEvent(new Event('input', {bubbles: true})); };
+    const found = () => document.getElementById('found').textContent;
+    const click = selector => document.querySelector(selector).click();
+"""
+
+
+def test_responses_are_filtered_and_one_opens_with_its_parts_colours_and_prompt(page, tmp_path):
+    script = """
+        const told = [found()];
+        const ask = (name, value) => { set(name, value); told.push(found()); set(name, ''); };
+        ask('text', 'WORD7'); ask('step_min', '31'); ask('searcher', '1'); ask('of', 'eval');
+        set('of', 'train'); set('order', '-step'); set('colour', 'behavior');
+        click('#rows summary');
+        const pieces = [...document.querySelectorAll('.response span')];
+        const colours = pieces.map(x => [x.textContent, x.style.background, x.title]);
+        const said = document.querySelector('.detail p').innerText;
+        set('colour', 'reference');
+        const none = document.querySelector('.response small').innerText;
+        click('.same');
+        return [told, colours, said, none, found()];
+    """
+    told, colours, said, none, count = in_browser(page, tmp_path, script=HANDS + script)
+    assert [int(text.split()[0]) for text in told] == [81, 2, 20, 40, 1]
+    assert colours == [
+        ["one ", "rgba(0, 114, 178, 0.1)", "0.30"],
+        ["word40", "rgba(230, 120, 0, 0.7)", "-2.00"],
+    ]
+    assert "reward 0.400 · format 0.250" in said and "staleness 3" in said
+    assert "Not known for each token" in none
+    assert count == "28 of 81 responses · one prompt"
+
+
+def test_hostile_texts_stay_texts(tmp_path):
+    path = "<img src=x onerror=document.title=`hacked`>"
+    records = [
+        line(i, 0, prompt=text, answer=text, tokens=[text, "end"], parts={text: 1.0})
+        for i, text in enumerate(HOSTILE)
+    ]
+    page = page_of(tmp_path, records, path)
+    config = tmp_path / path / "config.json"
+    told = read_json(config)
+    told["config"] |= {"name": HOSTILE[0], "task": {text: text for text in HOSTILE[:20]}}
+    write_json(config, told)
+    page.write_text(render(load_run(config.parent), {}), encoding="utf-8")
+    text = page.read_text(encoding="utf-8")
+    assert text.count("<script") == 2 and "<img src=x" not in text and str(escape(path)) in text
+    script = """
+        const seen = [];
+        set('order', 'step'); click('#more');
+        for (const item of [...document.querySelectorAll('#rows summary')].keys()) {
+          document.querySelectorAll('#rows summary')[item].click();
+          const [prompt, response] = document.querySelectorAll('#rows details[open] pre');
+          seen.push([prompt.textContent, response.firstChild.textContent]);
+          document.querySelectorAll('#rows summary')[item].click();
+        }
+        const made = document.querySelectorAll(
+          'main img, #rows script, #rows style, iframe, svg, link, base, plaintext, a');
+        return [seen, made.length, document.title.includes('hacked'), document.scripts.length];
+    """
+    seen, made, title_hacked, scripts = in_browser(page, tmp_path, script=HANDS + script)
+    assert seen == [[shown(text), shown(text)] for text in HOSTILE]
+    assert made == 0 and scripts == 3  # the data, the page's script and that of this test
+    assert not title_hacked or "hacked" in HOSTILE[0]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The searcher: tickets begin as slots free up, and come back graded as they end."""
+"""The searcher: tickets begin as slots free up, and come back as graded groups."""
 
 import jax
 import jax.numpy as jnp
@@ -11,16 +11,18 @@ from fake_tickets import IDENTITY, House
 
 from tba_jax.config.schema import make_config
 from tba_jax.devices.worker import StopFlag, Worker, WorkerError
+from tba_jax.environments.episode import Episode
 from tba_jax.flow.padding import Padding
 from tba_jax.flow.tickets import Ticket
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import unstack_layers
-from tba_jax.rewards.scores import Grader
+from tba_jax.rewards.scores import Grader, Scores
 from tba_jax.run.model_parts import START_MODEL, make_decoder
+from tba_jax.search.groups import assemble, grade_groups, measure
 from tba_jax.search.prompts import PromptReader, Prompts
-from tba_jax.search.sampler import Sampler
+from tba_jax.search.sampler import SampledGroup, Sampler
 from tba_jax.search.searcher import Searcher, SearchParts
 from tba_jax.search.start_data import GivenScorer, make_start_program
 from tba_jax.tasks.arithmetic import Arithmetic
@@ -68,15 +70,6 @@ def test_a_searcher_over_the_bound_waits():
     world.house.step = 1
     world.house.merge()
     assert len(world.run(3)) == 4
-
-
-def test_slow_grades_stop_decoding_not_memory():
-    world = World()
-    for _ in range(10):
-        world.searcher.step()
-    # Four slots are two prompts; two sessions' worth may wait.
-    assert world.owner.num_under_way == 2 * 2
-    assert world.searcher.grade() and world.searcher.step()
 
 
 def test_a_grader_that_fails_stops_its_searcher_and_is_named():
@@ -188,3 +181,78 @@ def test_what_a_ticket_draws_depends_on_its_number_alone(model):
         for y, z in pairs:
             np.testing.assert_array_equal(y.response_tokens, z.response_tokens)
             np.testing.assert_array_equal(y.behavior_token_logprobs, z.behavior_token_logprobs)
+
+
+PROMPTS = [Prompt(i, f"p{i}", np.arange(1, n + 1, dtype=np.int32), {}) for i, n in ((4, 3), (7, 2))]
+
+
+class SumReward:
+    """The sum of a response's tokens; none where that is 13."""
+
+    async def score(self, completions):
+        sums = [float(ids.sum()) for ids in completions.ids]
+        assert completions.texts == [f"text {int(x)}" for x in sums]
+        rewards = [None if x == 13 else x for x in sums]
+        reasons = ["thirteen" if r is None else None for r in rewards]
+        return Scores(rewards, reasons, "", {"half": [x / 2 for x in sums]})
+
+
+def make_grader():
+    return Grader(
+        SumReward(),
+        lambda rows: [f"text {row.sum()}" for row in rows],
+        lambda text: "short" if len(text) < 7 else None,
+        "short",
+    )
+
+
+def episode(*tokens, logprobs=None, is_sampled=None, finish="eos", temperature=1.0):
+    tokens = np.array(tokens, np.int32)
+    logprobs = np.full(len(tokens), -1, np.float32) if logprobs is None else np.float32(logprobs)
+    return Episode(0, 0, tokens, logprobs, is_sampled, finish, 3, 4, temperature)
+
+
+def sampled():
+    """Two responses to the first prompt, one to the second."""
+    first = episode(5), episode(6, 7, logprobs=[-2, -3], finish="length", temperature=0.5)
+    return [
+        SampledGroup(PROMPTS[0], first),
+        SampledGroup(PROMPTS[1], (episode(8, logprobs=[-4]),)),
+    ]
+
+
+def test_every_response_is_a_trajectory_or_counted_by_its_reason():
+    groups = sampled()
+    grades = grade_groups(make_grader(), groups)
+    first, second = (
+        assemble(*each, searcher=1, number=9) for each in zip(groups, grades, strict=True)
+    )
+    assert (first.prompt, first.rejected) == (PROMPTS[0], {"thirteen": 1})
+    (y,) = first.trajectories
+    assert (y.response_tokens.tolist(), y.reward, y.reward_parts) == ([5], 5.0, {"half": 2.5})
+    assert y.behavior_token_logprobs.tolist() == [-1.0]
+    assert (y.version_min, y.version_max, y.searcher, y.ticket) == (3, 4, 1, 9)
+    assert (y.sampling_temperature, y.finish_reason, y.is_sampled) == (1.0, "eos", None)
+    assert [(z.prompt_id, z.reward) for z in second.trajectories] == [(7, 8.0)]
+    assert second.rejected == {}
+    report = measure(groups[0], grades[0])
+    assert report.tokens == 3
+    assert report.means == {
+        "reward_mean": 5.0,
+        "response_length_mean": 1.5,
+        "unique_fraction": 1.0,
+        "kind_share": 0.5,
+        "cut_share": 0.5,
+        "equal_rewards_share": 0.0,
+        "reward_part_half": pytest.approx((2.5 + 6.5) / 2),
+    }
+    assert measure(groups[1], grades[1]).means["equal_rewards_share"] == 1.0
+
+
+def test_what_an_environment_wrote_is_marked():
+    marks = np.array([True, False, True])
+    answered = episode(6, 9, 7, logprobs=[-1, 0, -1], is_sampled=marks)
+    turns = SampledGroup(PROMPTS[1], (*sampled()[1].episodes, answered))
+    (grades,) = grade_groups(make_grader(), [turns])
+    group = assemble(turns, grades, searcher=0, number=0)
+    assert [y.is_sampled is marks for y in group.trajectories] == [False, True]

@@ -13,10 +13,6 @@ GSM8K = os.path.join(os.path.dirname(__file__), "..", "..", "..", "shared", "dat
 needs_gsm8k = pytest.mark.skipif(not os.path.isdir(GSM8K), reason="../shared/data/gsm8k is absent")
 
 
-def write(folder, split, *lines):
-    (folder / f"{split}.jsonl").write_text("\n".join(lines) + "\n")
-
-
 def test_registry_is_what_the_config_allows():
     assert [get_task(name, "").name for name in TASKS] == list(TASKS)
     with pytest.raises(ValueError, match="'gsm9k' is unknown. Choose one of arithmetic, custom,"):
@@ -39,8 +35,9 @@ ASK = "Reason step by step, and put the final answer within \\boxed{}."
 
 
 def test_rows_become_prompts_or_a_users_messages(tmp_path):
+    row = r'{"problem": "{1}+1?", "solution": "$\\boxed{2}$", "level": 1}'
     for split in ("train", "test"):
-        write(tmp_path, split, r'{"problem": "{1}+1?", "solution": "$\\boxed{2}$", "level": 1}')
+        (tmp_path / f"{split}.jsonl").write_text(row + "\n")
     task = get_task("math", str(tmp_path))
     text = f"Problem:\n{{1}}+1?\n\n{ASK}\n\nSolution:"
     assert task.problem("train", 0) == (text, {"answer": r"$\boxed{2}$"})

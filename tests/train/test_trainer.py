@@ -24,19 +24,9 @@ def make_draws():
     return [Draw(Prompt(0, "", np.array([1, 2], np.int32), {}), ys, True, (0, 1))]
 
 
-class Buffer:
-    """A buffer that always has the same draws, and what it was told to keep."""
-
-    def __init__(self, draws):
-        self.draws, self.kept = draws, []
-
-    def keep_references(self, draws, values):
-        self.kept.append(values)
-
-
-def make_trainer(outcomes, *, layout=PADDED, draws=None, keeps_references=True, step=0):
-    """A trainer whose steps are finite or not, as `outcomes` says."""
-    buffer = Buffer(make_draws() if draws is None else draws)
+def make_trainer(outcomes, *, layout=PADDED, draws=None, kept=None, step=0):
+    """A trainer whose steps are finite or not, as `outcomes` says; `kept` gets references."""
+    draws = make_draws() if draws is None else draws
     outcomes, in_a_row = iter(outcomes), 0
 
     def train_step(state, batch):
@@ -53,29 +43,23 @@ def make_trainer(outcomes, *, layout=PADDED, draws=None, keeps_references=True, 
             "log_z": None,
             "shown": {"policy": jnp.zeros((2, 8)), "reference": jnp.zeros((2, 8))},
         }
-        reference = (
-            None
-            if batch.missing is None
-            else jnp.arange(float(batch.source.size)).reshape(batch.source.shape)
-        )
-        return state, outputs, reference
+        reference = jnp.arange(float(batch.source.size)).reshape(batch.source.shape)
+        return state, outputs, None if batch.missing is None else reference
 
     trainer = Trainer(
         state=SimpleNamespace(step=jnp.int32(step)),
         train_step=train_step,
         weights=SimpleNamespace(is_publishing=False),
-        keep_references=buffer.keep_references if keeps_references else None,
+        keep_references=None if kept is None else lambda draws, values: kept.append(values),
         clock=lambda: 0.0,
     )
     step_once = trainer.step
-    trainer.step = lambda: step_once(
-        lambda: (layout.batch(buffer.draws, trainer.step_index), buffer.draws)
-    )
-    return trainer, buffer
+    trainer.step = lambda: step_once(lambda: (layout.batch(draws, trainer.step_index), draws))
+    return trainer
 
 
 def test_nonfinite_steps_are_fatal_only_in_a_row():
-    trainer, _ = make_trainer([False, False, True, False, False, False])
+    trainer = make_trainer([False, False, True, False, False, False])
     trainer.step()
     assert trainer.finished(pending=1) == [] and trainer.step_index == 1
     for _ in range(5):
@@ -87,17 +71,15 @@ def test_nonfinite_steps_are_fatal_only_in_a_row():
 
 
 def test_log_probs_of_the_reference_are_kept_with_their_tokens():
-    trainer, buffer = make_trainer([True])
-    trainer.step()
-    ((one, six),) = buffer.kept[0]
+    kept = []
+    make_trainer([True], kept=kept).step()
+    ((one, six),) = kept[0]
     assert (one.tolist(), six.tolist()) == ([0], [8, 9, 10, 11, 12, 13])
     (draw,) = make_draws()
     ys = [replace(y, reference_token_logprobs=y.behavior_token_logprobs) for y in draw.trajectories]
     scored = [draw._replace(trajectories=tuple(ys))]
-    for options in ({"draws": scored}, {"keeps_references": False}):
-        trainer, buffer = make_trainer([True], **options)
-        trainer.step()
-        assert buffer.kept == []
+    make_trainer([True], draws=scored, kept=kept).step()
+    assert len(kept) == 1
 
 
 def test_staleness_counts_a_response_as_often_as_it_was_drawn():
@@ -106,7 +88,7 @@ def test_staleness_counts_a_response_as_often_as_it_was_drawn():
     given = replace(old, version_min=-1)
     drawn = [draw._replace(trajectories=(young, old, old, given), ids=(0, 1, 1, 2))]
     layout = replace(PADDED, group_size=4)
-    trainer, _ = make_trainer([True], draws=drawn, layout=layout, step=3)
+    trainer = make_trainer([True], draws=drawn, layout=layout, step=3)
     trainer.step()
     ((_, values, shown),) = trainer.finished()
     assert values["buffer/staleness_histogram"] == [[0, 1], [3, 2]]

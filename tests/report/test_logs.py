@@ -1,4 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
+"""Logs of JSON lines, trace.json, trackers and progress lines."""
+
 import io
 import json
 import math
@@ -12,9 +14,79 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from tba_jax.report import process, writers
+from tba_jax.report import jsonl, process, trace, writers
+from tba_jax.report.files import load_run
 from tba_jax.report.process import ReportProcess
 from tba_jax.report.progress import ProgressDisplay
+
+
+def test_a_log_has_whole_lines_with_null_for_what_is_not_finite(tmp_path):
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "lo')  # torn by a kill
+    assert jsonl.read_jsonl(path) == [{"step": 1}]
+    writer = jsonl.JsonlWriter(path)
+    writer.write(3, {"a": np.float32(0.5), "b": math.nan, "c": [[1, np.int64(2)]], "d": math.inf})
+    writer.close()
+    last = {"step": 3, "a": 0.5, "b": None, "c": [[1, 2]], "d": None}
+    assert jsonl.read_jsonl(path) == [{"step": 1}, last]
+
+
+def test_read_jsonl_names_file_and_line_of_damage(tmp_path):
+    path = tmp_path / "m.jsonl"
+    assert jsonl.read_jsonl(path) == []
+    path.write_text('{"step": 1}\nnonsense\n{"step": 2}\n')
+    with pytest.raises(ValueError, match=r"m\.jsonl, line 2: not JSON .*nonsense"):
+        jsonl.read_jsonl(path)
+    path.write_text("[1]\n")
+    with pytest.raises(ValueError, match="line 1: .*expected a JSON object"):
+        jsonl.read_jsonl(path)
+
+
+def test_keep_drops_records_and_a_line_without_the_field_leaves_the_log(tmp_path):
+    path = tmp_path / "m.jsonl"
+    writer = jsonl.JsonlWriter(path)
+    for step in range(4):
+        writer.write(step, {})
+    writer.keep(lambda record: record["step"] < 2)
+    writer.append({"text": "no step"})
+    before = path.read_bytes()
+    with pytest.raises(jsonl.LogError, match=r"m\.jsonl, line 3: a field is missing"):
+        writer.keep(lambda record: record["step"] < 1)
+    assert path.read_bytes() == before and os.listdir(tmp_path) == ["m.jsonl"]
+    writer.write(9, {})
+    writer.close()
+    assert jsonl.read_jsonl(path) == [{"step": 0}, {"step": 1}, {"text": "no step"}, {"step": 9}]
+
+
+LINES = [
+    {"step": 0, "time_s": 4.0, "eval/pass_at_1": 0.25},
+    {"step": 1, "time_s": 7.0, "train/wait_batch_s": 1.5, "train/draw_s": 0.5, "train/step_s": 1.0},
+    {
+        "step": 2,
+        "time_s": 9.0,
+        "train/wait_batch_s": 0.0,
+        "train/draw_s": 0.25,
+        "train/step_s": 1.5,
+    },
+    {"step": 2, "time_s": 9.5, "eval/pass_at_1": 0.5, "search/tokens_per_s": 80.0},
+]
+
+
+def test_parts_of_steps_and_counters(tmp_path):
+    lines = [x | {"train/loss": 1.0} if "train/step_s" in x else x for x in LINES]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+    events = json.loads(trace.render_trace(load_run(tmp_path)))["traceEvents"]
+    parts = [e for e in events if e["ph"] == "X"]
+    assert [(e["args"]["step"], e["name"], e["ts"] / 1e6, e["dur"] / 1e6) for e in parts] == [
+        (1, "wait for a batch", 4.0, 1.5),
+        (1, "draw", 5.5, 0.5),
+        (1, "train", 6.0, 1.0),
+        (2, "draw", 7.25, 0.25),
+        (2, "train", 7.5, 1.5),
+    ]
+    counted = [(e["name"], e["ts"] / 1e6, e["args"]["value"]) for e in events if e["ph"] == "C"]
+    assert counted[-1] == ("eval/pass_at_1", 9.5, 0.5)
+    assert ("decoded tokens per second", 9.5, 80.0) in counted
 
 
 def test_wandb_gets_finite_numbers_and_continues_its_run(monkeypatch, tmp_path):

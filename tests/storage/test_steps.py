@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Numbered folders of Orbax: complete or invisible, of this run, also if saves begin together."""
+"""Numbered folders of Orbax: complete or invisible, of this run, with a digest for each file."""
 
 import itertools
+import json
 
+import google_crc32c
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from etils import epath
 from orbax.checkpoint._src.futures import synchronization
 
+from tba_jax.storage import digests
 from tba_jax.storage.steps import SavedSteps, delete_own
 
 
@@ -88,3 +91,23 @@ def test_folders_of_an_object_store_have_digests_before_they_are_complete(tmp_pa
     save(again, 4)
     again.close()
     assert newest(tmp_path) == 4 and again.damage(4) == []
+
+
+@pytest.mark.parametrize("size", [0, 1, 100, 101])
+def test_a_changed_byte_is_found(size, tmp_path, monkeypatch):
+    monkeypatch.setattr(digests, "_PIECE", 100)
+    data = bytearray(np.random.default_rng(size).bytes(size))
+    (tmp_path / "file").write_bytes(data)
+    folder = epath.Path(tmp_path)
+    digests.write(folder)
+    found = json.loads((tmp_path / "digests.json").read_text())["files"]["file"]
+    assert found == [size, f"{google_crc32c.value(bytes(data)):08x}"]
+    assert digests.damage(folder) == []
+    for position in {0, size // 2, size - 1} if size else ():
+        data[position] ^= 1
+        (tmp_path / "file").write_bytes(data)
+        (clause,) = digests.damage(folder)
+        assert clause.startswith("file has the digest ")
+        data[position] ^= 1
+    (tmp_path / "file").write_bytes(data + b"1")
+    assert digests.damage(folder) == [f"file has {size + 1:,} bytes, not {size:,}"]

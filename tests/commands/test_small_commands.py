@@ -1,0 +1,94 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Commands that need no run: generate, serve, and the card of an export."""
+
+import json
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+
+from tba_jax.commands import serve
+from tba_jax.commands.entry_point import run_command
+from tba_jax.commands.model_card import command, hub_id, model_card
+from tba_jax.config.command_line import override
+from tba_jax.config.schema import flatten
+from tba_jax.report.files import Metrics, Run
+
+ROOT = Path(__file__).parents[2]
+STORIES = ROOT / ".." / "shared" / "models" / "stories260k"
+
+
+@pytest.mark.skipif(not STORIES.is_dir(), reason="../shared/models/stories260k is absent")
+def test_greedy_text_equals_that_of_transformers():
+    golden = json.loads((ROOT / "tests" / "golden" / "stories260k.json").read_text())
+    command = [sys.executable, "-m", "tba_jax.generate", f"--model={STORIES}", "--json"]
+    command += [f"--prompt={golden['prompt']}", "--max_new_tokens=64", "--temperature=0"]
+    out = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=ROOT, check=True)
+    result = json.loads(out.stdout.splitlines()[-1])
+    assert (result["texts"], result["num_tokens"]) == ([golden["text"]], [64])
+    assert golden["prompt"] + golden["text"] in out.stdout
+
+
+MODEL = "embedded:start_model"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([], "give --model=FOLDER or --workdir=RUN"),
+        ([f"--model={MODEL}", "--workdir=runs/a"], "and not both"),
+        ([f"--model={MODEL}", "--host=0.0.0.0"], "Add --token=SECRET"),
+        ([f"--model={MODEL}", "--num_slots=0"], "--num_slots"),
+        (["--model=no/such/folder", "--port=0"], "no/such/folder"),
+    ],
+)
+def test_a_flag_that_cannot_be_used_is_refused_in_one_line(flags, message, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert run_command(lambda: serve.main(flags)) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and message in line
+
+
+def fields(*arguments):
+    """Flat config, as config.json has it."""
+    return json.loads(json.dumps(flatten(override(None, arguments))))
+
+
+def test_a_card_of_a_model_of_the_hub():
+    config = fields("--config=math:gsm8k", "--config.objective.beta=0.02")
+    common = {"metric": "pass_at_1", "reward_mean": 0.5, "n": 512}
+    evals = {
+        "before": common | {"pass_at_1": 0.403, "step": 0},
+        "after": common | {"pass_at_1": 0.546, "step": 700},
+    }
+    report = {"eval": evals, "wall_s": 4920.0, "hardware": "4 x A100"}
+    versions = {"tba_jax": "0.1.0", "jax": "0.10.2"}
+    run = Run(Path("run"), report=report, config=config, versions=versions, metrics=Metrics())
+    text = model_card(run, 700, "me/solver")
+    data = ModelCard(text).data.to_dict()
+    assert data["base_model"] == "realtreetune/rho-1b-sft-GSM8K"
+    assert (data["library_name"], data["pipeline_tag"]) == ("transformers", "text-generation")
+    assert data["tags"] == ["tba_jax", "reinforcement-learning", "trajectory-balance"]
+    for part in (
+        "| pass@1 | 40.3% | 54.6% |",
+        "- 700 steps of 7 prompts with 20 responses each",
+        "- 1:22:00 of wall time on 4 x A100.",
+        "python -m tba_jax.main --config=math:gsm8k \\\n    --config.objective.beta=0.02\n",
+        "| `objective.beta` | 0.02 |",
+        "The licence of [realtreetune/rho-1b-sft-GSM8K](https://huggingface.co/realtreetune/",
+    ):
+        assert part in text
+    # The command of a card makes the same config again.
+    config = fields("--config=redteam:gpt2", "--config.lora.modules=('q', 'v')")
+    program, *again = shlex.split(command(config).replace("\\\n", " "))[2:]
+    assert program == "tba_jax.main" and fields(*again) == config
+
+
+def test_a_local_folder_has_no_link_to_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "me" / "model").mkdir(parents=True)
+    local = ("me/model", "./me/other", "/a/b", "embedded:start_model", "")
+    assert [hub_id(path) for path in ("me/other", *local)] == ["me/other"] + [""] * len(local)

@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tasks that generate their problems: arithmetic, reasoning-gym, and the miniature of TL;DR."""
+
+import asyncio
+import json
+import re
+import sys
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import Mesh
+
+from tba_jax.devices.site import Site
+from tba_jax.models.tokenizer import Tokenizer
+from tba_jax.rewards.digests import gold_score
+from tba_jax.rewards.functions import RewardPool
+from tba_jax.rewards.reward_models import RewardModel
+from tba_jax.rewards.scores import Completions
+from tba_jax.tasks import arithmetic, tldr_toy
+from tba_jax.tasks.registry import get_task
+
+TASK = arithmetic.Arithmetic()
+
+
+def test_problems_are_the_published_ones():
+    # Made by this module when the start model was pretrained. They may never change: the start
+    # model and every published figure belong to these problems.
+    assert arithmetic.problem(0, "train") == ("8+7-8+4-4+7", 14)
+    assert arithmetic.problem(10**9, "train") == ("4-2+4-3+8+1", 12)
+    assert TASK.problem("eval", 0) == ("5+9+2-7-9+9", {"answer": "9"})
+
+
+def test_problems_have_six_terms_totals_within_bounds_and_the_right_answer():
+    for i in range(500):
+        expression, answer = arithmetic.problem(i, "train")
+        assert re.fullmatch("[1-9]([+-][1-9]){5}", expression)
+        totals = arithmetic.running_totals(expression)
+        assert totals == [eval(expression[: 2 * n + 1]) for n in range(1, 6)]
+        assert answer == totals[-1]
+        assert all(0 <= t <= 20 for t in totals)
+
+
+def test_evaluation_expressions_are_distinct_and_never_in_training():
+    held_out = {TASK.problem("eval", i)[0] for i in range(TASK.size("eval"))}
+    assert len(held_out) == TASK.size("eval") == 1024
+    assert all(arithmetic.split_of(e) == "eval" for e in held_out)
+    train = {arithmetic.problem(i, "train")[0] for i in range(20_000)}
+    assert len(train) > 19_800  # repeats are possible and rare
+    assert not held_out & train
+
+
+def test_response_kind():
+    worked, wrong, hasty = ":12,9,17,11,13", ":1,1,1,1,1", "=-3"  # the kind is the form
+    kinds = [TASK.response_kind(text) for text in (worked, wrong, hasty, ":12,9,17,11", "=13 ")]
+    assert kinds == ["worked", "worked", "hasty", None, None]
+    assert TASK.response_kinds == ("worked", "hasty")
+
+
+def test_a_missing_package_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
+    with pytest.raises(ValueError, match=r"pip install 'tba_jax\[reasoning-gym\]'"):
+        get_task("reasoning_gym:chain_sum", "")
+
+
+@pytest.fixture(scope="module")
+def chain_sum():
+    pytest.importorskip("reasoning_gym")
+    return get_task("reasoning_gym:chain_sum", "")
+
+
+def test_problems_depend_on_split_and_index_alone(chain_sum):
+    again = get_task("reasoning_gym:chain_sum", "")
+    assert again.problem("train", 9999) == chain_sum.problem("train", 9999)
+    prompt, columns = chain_sum.problem("eval", 0)
+    assert columns["dataset"] == "chain_sum" and prompt != chain_sum.problem("train", 0)[0]
+    assert prompt.endswith("write the final answer between <answer> and </answer>.\n\n")
+    assert (chain_sum.size("train"), chain_sum.size("eval")) == (10_000, 1_000)
+
+
+def test_answers_are_scored_by_the_data_set(chain_sum):
+    pool = RewardPool(chain_sum.reward, timeout_s=10.0)
+    prompt, columns = chain_sum.problem("eval", 3)
+    right = columns["answer"]
+    texts = [f"so <answer>0</answer>, no: <answer> {right} </answer>", "<answer>x</answer>", right]
+    repeated = {name: [value] * 3 for name, value in columns.items()}
+    result = asyncio.run(pool.score(Completions([prompt] * 3, texts, repeated)))
+    assert result.reasons == [None] * 3, result.text
+    assert result.rewards[0] == 1.0 > result.rewards[1] and result.rewards[2] == 0.0
+    # Another question than the one asked is never graded.
+    other = Completions(["1 + 1 ="], texts[:1], {k: v[:1] for k, v in repeated.items()})
+    result = asyncio.run(pool.score(other))
+    assert result.reasons == ["reward_error"]
+    assert "generates another question" in result.text
+    pool.close()
+
+
+def test_data_sets_that_cannot_be_used(chain_sum):
+    for name, message in (
+        ("no_such", "reasoning_gym:no_such: reasoning-gym has no such data set. .*chain_sum"),
+        ("composite", "composite: reasoning-gym failed to generate 1,000 problems .Must specify"),
+        ("list_functions", "generates different problems for the same seed"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            get_task(f"reasoning_gym:{name}", "")
+
+
+def test_rows_of_the_data_set_are_prompts_with_a_human_reference(tmp_path):
+    row = {"prompt": "SUBREDDIT: r/x\n\nPOST: long\n\nTL;DR:", "completion": " short"}
+    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
+    task = get_task("tldr", str(tmp_path))
+    assert task.problem("train", 0) == (row["prompt"], {"answer": " short"})
+    assert task.response_kind(" one\ntwo") == "several_paragraphs"
+    (message,), columns = get_task("tldr", str(tmp_path), chat=True).problem("train", 0)
+    assert message["content"].endswith("one short paragraph.\n\nSUBREDDIT: r/x\n\nPOST: long")
+    assert columns == {"answer": " short", "prompt": [message]}
+    (tmp_path / "train.jsonl").write_text('{"prompt": "x"}\n')
+    with pytest.raises(ValueError, match="train.jsonl, line 1: .* text in column 'completion'"):
+        get_task("tldr", str(tmp_path)).size("train")
+
+
+def test_posts_are_the_same_on_every_machine():
+    # Written down when the task was made: Python's random() never changes for a seed.
+    assert tldr_toy.problem(0, "eval") == ("bmhmbmlhbbihibhhhmhhmihi", "hbhmgi")
+    assert tldr_toy.problem(1, "train") == ("piiipcpcibbpiccpipaiaaii", "iocp")
+    posts = {tldr_toy.problem(i, s)[0] for s in ("train", "eval") for i in range(500)}
+    assert len(posts) == 1000 and {*map(len, posts)} == {tldr_toy.POST_CHARS}
+
+
+def test_embedded_reward_model_learned_something_but_not_the_gold_reward():
+    policy = Tokenizer.load("embedded:tldr_toy_policy")
+    site = Site(Mesh(jax.devices()[:1], ("model",)))
+    model = RewardModel("embedded:tldr_toy_reward", site=site, policy_tokenizer=policy)
+    posts = [tldr_toy.problem(i, "eval") for i in range(256)]
+    eos = policy.eos_ids[0]
+    responses = Completions(
+        [f"{post}:" for post, _ in posts],
+        [digest for _, digest in posts],
+        {},
+        [np.append(policy.encode(d, add_bos=False), eos) for _, d in posts],
+        [True] * len(posts),
+    )
+    scores = asyncio.run(model.score(responses)).rewards
+    gold = [gold_score(*post) for post in posts]
+    # 0.68 over all 1,024 (said when it was made); 256 of them within 0.05 of that.
+    assert 0.6 < np.corrcoef(scores, gold)[0, 1] < 0.8
