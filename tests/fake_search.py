@@ -10,7 +10,7 @@ from fake_tickets import House
 from tba_jax.decoding.requests import Response, Statistics
 from tba_jax.environments.episodes import EpisodeSession
 from tba_jax.flow.trajectory import Prompt
-from tba_jax.rewards.scores import Grader, Scores
+from tba_jax.rewards.scores import Grader, Score
 from tba_jax.search.config import SearchSettings
 from tba_jax.search.sampler import GroupSession, Sampler
 from tba_jax.search.searcher import Searcher, SearchParts
@@ -85,7 +85,7 @@ class ByFunction:
         prompts, texts, columns, ids, has_eos = completions
         assert {len(x) for x in (prompts, texts, ids, has_eos, *columns.values())} == {len(ids)}
         rewards = [self.function(text, y) for text, y in zip(texts, ids, strict=True)]
-        return Scores(rewards, ["none" if r is None else None for r in rewards], "")
+        return [Score(r, "none" if r is None else None) for r in rewards]
 
 
 FIRST_TOKEN = ByFunction(lambda text, ids: float(ids[0]))

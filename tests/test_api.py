@@ -180,9 +180,9 @@ def test_a_reward_in_this_process_names_failures():
     texts = ["ok", "bad", "none", "ok", "ok", "ok"]
     responses = Completions(["p"] * 6, texts, {"answer": ["2"] * 6})
     found = asyncio.run(source.score(responses))
-    assert found.rewards == [1.0, None, None, 1.0, 1.0, 1.0]
-    assert found.reasons[1:3] == ["reward_error", "reward_none"]
-    assert "in picky" in found.text
+    assert [score.reward for score in found] == [1.0, None, None, 1.0, 1.0, 1.0]
+    assert [score.reason for score in found[1:3]] == ["reward_error", "reward_none"]
+    assert "in picky" in found[1].text
     source.close()
 
 

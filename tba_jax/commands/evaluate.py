@@ -71,7 +71,7 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
             return part
 
         row = parts.first_row(task)
-        rewards = closed(make_source(config, task.reward, row, tokenizer, [site]))
+        rewards = closed(make_source(config, task.reward, row, tokenizer, site))
         environments = closed(parts.make_environments(config, tokenizer))
         gold = closed(parts.make_gold(config, task, tokenizer, site))
         measures = parts.make_measures(config, tokenizer, model_config, gold, start_params, [site])

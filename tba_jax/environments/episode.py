@@ -28,7 +28,7 @@ from tba_jax.decoding.requests import Response, SamplingSettings
 from tba_jax.decoding.stop_strings import StopStrings
 from tba_jax.environments.adapters import BASE_URL, ERROR
 from tba_jax.flow.trajectory import FinishReason, Prompt, paths_of
-from tba_jax.rewards.scores import Verdict
+from tba_jax.rewards.scores import Score
 from tba_jax.serving.chat import Messages, extended, text_of
 from tba_jax.serving.protocol import ApiError, Call, Kind, Update, parse
 from tba_jax.workers import WorkerFailed
@@ -68,7 +68,7 @@ class Episode(NamedTuple):
     version_min: int
     version_max: int
     temperature: float
-    verdict: Verdict | None = None
+    verdict: Score | None = None
     environment_s: float | None = None
     path_lengths: tuple[int, ...] = ()
     num_failed_calls: int = 0
@@ -170,10 +170,10 @@ class Environment:
                 )
                 raise Rejected("environment_no_turn", text)
             if self.pool.has_reward:
-                verdict = Verdict(reward, "reward_none" if reward is None else None)
+                verdict = Score(reward, "reward_none" if reward is None else None)
         except Rejected as error:
             self.pool.report(error.name, str(error))
-            verdict = Verdict(None, error.name)
+            verdict = Score(None, error.name)
         finally:
             await self.job.leave()
         waited_s = time.monotonic() - start_s - self._sampling_s
@@ -318,7 +318,7 @@ class Environment:
         return whole
 
     def _episode(
-        self, finish: FinishReason, verdict: Verdict | None, environment_s: float
+        self, finish: FinishReason, verdict: Score | None, environment_s: float
     ) -> Episode:
         paths = [path for path in self._paths if path.is_sampled.any()]
         if not paths:  # No token was sampled, but a rejected response still needs one.

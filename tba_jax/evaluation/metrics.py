@@ -78,8 +78,8 @@ class WinRate:
         has_eos: Sequence[bool],
     ) -> list[float]:
         """Return the gold reward of each response; nan if it fails."""
-        result = asyncio.run(self._gold.score(responses_to(prompts, texts, ids, has_eos)))
-        return [float("nan") if r is None else float(r) for r in result.rewards]
+        scores = asyncio.run(self._gold.score(responses_to(prompts, texts, ids, has_eos)))
+        return [float("nan") if x.reward is None else x.reward for x in scores]
 
 
 def win_rate(responses: Responses) -> dict[str, float]:

@@ -6,16 +6,11 @@ from dataclasses import dataclass
 
 from tba_jax.settings import Section, field, need, share
 
+START_MODEL = "embedded:start_model"
 CHAT_TEMPLATE = "chat"
 ATTACK = "{attack}"
 # Each process takes memory (0.1 GB with SymPy).
 DEFAULT_MAX_WORKERS = 32
-MAX_WORKERS = 512
-# Responses per call of a reward model or classifier.
-JUDGE_ROWS = 32
-# Length limits of a classifier's input.
-ENCODER_TOKENS = 128
-GUARD_TOKENS = 512
 
 
 @dataclass(frozen=True)
@@ -33,7 +28,7 @@ class RewardSettings(Section):
         "processes of rewards, and of environments, shared by all searchers of a process; "
         f"0: half of its cores, at most {DEFAULT_MAX_WORKERS}, and at least 4 for environments",
         at_least=0,
-        at_most=MAX_WORKERS,
+        at_most=512,
         on_resume=True,
     )
     timeout_s: float = field(

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gold reward of the embedded summarisation task: coverage minus length.
 
-This reward replaces human judgement in preference tuning: training data has noisy comparisons based
-on it, and evaluation uses it directly. Reward processes import this module, so it imports only the
-standard library. Invariant: the best digest of a post names once each letter that occurs at least
-twice.
+It replaces human judgement in preference tuning: training data has noisy comparisons based on it,
+and evaluation uses it directly. Invariant: the best digest of a post names once each letter that
+occurs at least twice.
 """
 
 from typing import Any
@@ -21,13 +20,6 @@ def gold_score(post: str, digest: str) -> float:
 
 
 def gold_reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-    """Return `gold_score` of every response.
-
-    Args:
-        prompts: posts, each followed by a colon.
-        completions: digests.
-    """
-    return [
-        gold_score(prompt.removesuffix(":"), digest)
-        for prompt, digest in zip(prompts, completions, strict=True)
-    ]
+    """Return `gold_score` of every response; a prompt is a post and a colon."""
+    posts = [prompt.removesuffix(":") for prompt in prompts]
+    return list(map(gold_score, posts, completions))

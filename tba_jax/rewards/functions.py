@@ -31,17 +31,9 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from tba_jax.rewards.scores import (
-    NONE,
-    Completions,
-    RewardFailure,
-    RewardSource,
-    Scores,
-    failed,
-    joined,
-)
+from tba_jax.rewards.scores import NONE, Completions, RewardFailure, RewardSource, Score
 from tba_jax.settings import GIVEN, import_file
 from tba_jax.workers import Exchange, Handler, WorkerFailed, WorkerPool
 
@@ -49,10 +41,11 @@ from tba_jax.workers import Exchange, Handler, WorkerFailed, WorkerPool
 TRIAL_S = 10.0
 # Number of responses in a call of several prompts that have one response each.
 _CALL_ITEMS = 16
-# Reasons of all responses of a call: an exception, a broken contract.
-_ERROR, _UNUSABLE = "reward_error", "unusable"
+_UNUSABLE = "unusable"  # reason of all responses of a call that broke the contract
+# Reasons of all responses of a call that failed: an exception, a process that ended, a late answer.
+_FAILED = ("reward_error", "reward_crash", "reward_timeout")
 # Arguments of TRL that are not passed, and what to do instead.
-_REFUSED = {
+_HINTS = {
     "environments": "Objects of environments are in other processes. Give the class a method "
     "get_reward(): its value is added to the rewards of task.reward",
     "trainer_state": "Reward processes do not see the trainer. Leave the argument out",
@@ -65,17 +58,12 @@ _CHATS = (
 _LARGEST = 3.4028234e38  # rewards are float32
 _MOST_TEXT = 4000  # characters of a traceback: an exception may carry megabytes
 
+Row = tuple[str, Mapping[str, Any]]
+"""Prompt text and columns of one row of the data, for a trial of a function."""
 Arguments = Mapping[str, Sequence[Any]]
 """Arguments of a function; each has one value per response."""
 
 # --- in the worker -------------------------------------------------------------------------------
-
-
-class Missing(NamedTuple):
-    """Failure that a function may return instead of a reward: its name and description."""
-
-    reason: str
-    text: str
 
 
 class _Unusable(Exception):
@@ -120,7 +108,6 @@ def _load(function: str) -> Callable[..., Any]:
 
 def make_handler(function: str) -> Handler:
     """Return the handler of a reward worker; it imports the function's module now."""
-    _load.cache_clear()  # a notebook may define another function of the same name
     with contextlib.suppress(_Unusable):
         _load(function)
 
@@ -130,14 +117,11 @@ def make_handler(function: str) -> Handler:
     return handle
 
 
-async def call(function: str, arguments: Arguments) -> Scores:
+async def call(function: str, arguments: Arguments) -> list[Score]:
     """Call a function once; whatever the function does, the caller gets scores and no exception.
 
-    The parts are the means of the values of `log_metric`.
-
-    Args:
-        arguments: `prompts` and `completions`, which are texts or lists of chat messages, and
-            further arguments; those that the function does not accept are left out.
+    Arguments that the function does not accept are left out. The parts are the means of the values
+    of `log_metric`.
     """
     n, logged = len(arguments["completions"]), dict[str, list[float]]()
 
@@ -145,32 +129,29 @@ async def call(function: str, arguments: Arguments) -> Scores:
         logged.setdefault(str(name), []).append(float(value))
 
     try:
-        target = _load(function)
-        result = target(**accepted(target, {**arguments, "log_metric": log_metric}))
+        target, chosen = _load(function), dict[str, Any](arguments)
+        if "log_metric" in inspect.signature(target).parameters:
+            chosen["log_metric"] = log_metric
+        result = target(**accepted(target, chosen))
         result = await result if inspect.isawaitable(result) else result
         is_list = not isinstance(result, str | bytes | Mapping | set | frozenset)
-        found = [_checked(value) for value in result] if is_list else []
+        found = [_score(value) for value in result] if is_list else []
         if not is_list or len(found) != n:
             got = f"{len(found)} rewards for {n} completions" if is_list else type(result).__name__
             raise _Unusable(f"returned {got}; want a list with a number or None per completion")
     except asyncio.CancelledError:
         raise
     except _Unusable as error:
-        return failed(n, _UNUSABLE, str(error))
+        return [Score(None, _UNUSABLE, str(error))] * n
     except BaseException as error:  # users' code may even call sys.exit()
-        return failed(n, _ERROR, _report(error))
-    failures = [x if isinstance(x, Missing) else None for x in found]
-    return Scores(
-        [None if isinstance(x, Missing) else x for x in found],
-        [failure and failure.reason for failure in failures],
-        next((failure.text for failure in failures if failure), ""),
-        {name: [statistics.fmean(values)] * n for name, values in logged.items()},
-    )
+        return [Score(None, _FAILED[0], _report(error))] * n
+    means = {name: statistics.fmean(values) for name, values in logged.items()}
+    return [score._replace(parts=means) for score in found]
 
 
-def _checked(value: Any) -> float | Missing:
-    """Return a finite reward, or why there is none."""
-    if isinstance(value, Missing):
+def _score(value: Any) -> Score:
+    """Return the score for a value that a function returned."""
+    if isinstance(value, Score):
         return value
     try:
         reward = as_number(value)
@@ -178,10 +159,10 @@ def _checked(value: Any) -> float | Missing:
         kind = type(value).__name__
         raise _Unusable(f"returned {value!r:.80}, a {kind}, as a reward; want a number") from None
     if reward is None:
-        return Missing(NONE, "the function returned None")
+        return Score(None, NONE, "the function returned None")
     if not abs(reward) <= _LARGEST:
-        return Missing("reward_nan", f"the function returned {reward}")
-    return reward
+        return Score(None, "reward_nan", f"the function returned {reward}")
+    return Score(reward)
 
 
 def as_number(value: Any) -> float | None:
@@ -211,14 +192,13 @@ def _report(error: BaseException) -> str:
 class RewardPool(RewardSource):
     """A reward function in processes, which serve all searchers.
 
-    Starting takes no time here: a process imports the function in the background, and `check` or
-    the first `score` waits for it.
+    Starting takes no time here: a process imports the function and tries it in the background.
 
     Args:
         function: its name. A module may lie in the working directory.
         timeout_s: seconds that a call may take.
-        row: prompt text and columns of one row of the data, on which `check` tries the function
-            with the row's answer as the completion; None: no trial.
+        row: on which `check` tries the function, with the row's answer as the completion; None: no
+            trial.
         num_workers: maximum number of processes; 0: the function is called in this process.
         logs: folder of the log files; None: the processes write to the output of this process.
     """
@@ -228,26 +208,25 @@ class RewardPool(RewardSource):
         function: str,
         *,
         timeout_s: float,
-        row: tuple[str, Mapping[str, Any]] | None = None,
+        row: Row | None = None,
         num_workers: int = 1,
         logs: Path | None = None,
     ) -> None:
         self.function, self._timeout_s = function, timeout_s
+        options: Any = {"num_workers": num_workers, "logs": logs}
+        self._workers = WorkerPool("reward", make_handler, (function,), **options)
         self._is_local = not num_workers
-        if self._is_local:
-            make_handler(function)
-        self._workers = WorkerPool(
-            "reward", make_handler, (function,), num_workers=num_workers, logs=logs
-        )
+        _load.cache_clear()  # a notebook may define another function of the same name
         prompt, columns = row or ("", {})
         answer = columns.get("answer", columns.get("reference_answer"))
-        listed = {name: [value] for name, value in columns.items()}
         text = answer if isinstance(answer, str) else ""
+        listed = {name: [value] for name, value in columns.items()}
         self._row = _arguments(Completions([prompt], [text], listed)) | {"completion_ids": [[0]]}
-        self._trial = row and self._begin(self._row, min(TRIAL_S, timeout_s))
+        limit_s = min(TRIAL_S, timeout_s)
+        self._trial = row and self._begin(self._row, limit_s)
 
     def check(self) -> None:
-        """Wait until a worker has tried the function on `row`; a late trial does not fail.
+        """Wait until a worker has tried the function on the row; a late trial does not fail.
 
         Raises:
             ValueError: the function cannot be loaded, or fails on the row.
@@ -255,21 +234,20 @@ class RewardPool(RewardSource):
         """
         if self._trial is None:
             return
-        scores = asyncio.run(self._end(self._trial, self._row))
-        if scores.reasons == ["reward_crash"]:
-            raise RewardFailure(scores.text)
-        if scores.reasons != [_ERROR]:
+        (score,) = asyncio.run(self._end(self._trial, self._row))
+        if score.reason not in _FAILED[:2]:
             return
-        report = scores.text.partition("\nprompt: ")[0]
-        hints = [text for name, text in _REFUSED.items() if f"'{name}'" in report.splitlines()[-1]]
+        report = score.text.partition("\nprompt: ")[0]
+        reason = report.splitlines()[-1]
+        hints = [text for name, text in _HINTS.items() if f"'{name}'" in reason]
         hints += [] if isinstance(self._row["completions"][0], str) else [_CHATS]
         raise ValueError(
             f"reward function {self.function!r} fails on the first row, with its answer as the "
-            f"completion: {report.splitlines()[-1]}. It may take {', '.join(self._row)} and "
-            f"log_metric. {' '.join(hints)}\n{report}"
+            f"completion: {reason}. It may take {', '.join(self._row)} and log_metric. "
+            f"{' '.join(hints)}\n{report}"
         )
 
-    async def score(self, completions: Completions) -> Scores:
+    async def score(self, completions: Completions) -> list[Score]:
         """Score the responses.
 
         The column `prompt` is not passed on: it holds the chat messages of each prompt, and the
@@ -286,29 +264,29 @@ class RewardPool(RewardSource):
         if len(groups) == len(prompts):  # one response to each prompt
             groups = [list(items[i : i + _CALL_ITEMS]) for i in items[::_CALL_ITEMS]]
         found = await asyncio.gather(*(self._score_group(arguments, group) for group in groups))
-        return joined(len(prompts), itertools.chain(*found))
+        return list(itertools.chain(*found))  # groups are neighbours
 
     def close(self) -> None:
         self._workers.close()
 
-    async def _score_group(
-        self, arguments: Arguments, group: list[int]
-    ) -> list[tuple[list[int], Scores]]:
+    async def _score_group(self, arguments: Arguments, group: list[int]) -> list[Score]:
         """Score responses together; if the call fails, without those that fail alone."""
         whole = await self._score_call(arguments, group, self._timeout_s)
-        if not _is_failed(whole) or len(group) == 1:
-            return [(group, whole)]
+        if whole[0].reason not in _FAILED or len(group) == 1:
+            return whole
         calls = [self._score_call(arguments, [i], self._timeout_s) for i in group]
-        alone = list(zip(group, await asyncio.gather(*calls), strict=True))
-        found = [([i], scores) for i, scores in alone if _is_failed(scores)]
-        if rest := [i for i, scores in alone if not _is_failed(scores)]:
-            limit_s = self._timeout_s * len(rest)
-            found.append((rest, await self._score_call(arguments, rest, limit_s)))
-        return found
+        alone = [score for (score,) in await asyncio.gather(*calls)]
+        places = [j for j, score in enumerate(alone) if score.reason not in _FAILED]
+        if places:
+            limit_s = self._timeout_s * len(places)
+            rest = await self._score_call(arguments, [group[j] for j in places], limit_s)
+            for j, score in zip(places, rest, strict=True):
+                alone[j] = score
+        return alone
 
     async def _score_call(
         self, arguments: Arguments, items: Sequence[int], timeout_s: float
-    ) -> Scores:
+    ) -> list[Score]:
         chosen = {name: [column[i] for i in items] for name, column in arguments.items()}
         return await self._end(self._begin(chosen, timeout_s), chosen)
 
@@ -318,28 +296,23 @@ class RewardPool(RewardSource):
             return self._workers.run(call(self.function, arguments))
         return self._workers.call(arguments, timeout_s, "a call")
 
-    async def _end(self, future: "Future[Any]", arguments: Arguments) -> Scores:
+    async def _end(self, future: "Future[Any]", arguments: Arguments) -> list[Score]:
         """Return the scores of a call; raise an error if no call can succeed."""
+        prompts, completions = arguments["prompts"], arguments["completions"]
         try:
-            scores = Scores(*await asyncio.wrap_future(future))
+            scores = [Score(*x) for x in await asyncio.wrap_future(future)]
         except WorkerFailed as error:
             text = f"reward function {self.function}: {error}"
-            if error.name not in ("timeout", "crash"):
+            if (name := f"reward_{error.name}") not in _FAILED:
                 raise RewardFailure(text) from None
-            scores = failed(len(arguments["completions"]), f"reward_{error.name}", text)
-        if _UNUSABLE in scores.reasons:
-            raise ValueError(f"reward function {self.function!r} {scores.text}")
-        if any(scores.reasons):
-            first = next(i for i, reason in enumerate(scores.reasons) if reason)
-            prompt, text = arguments["prompts"][first], arguments["completions"][first]
-            shown = f"{scores.text}\nprompt: {prompt!r:.500}\ncompletion: {text!r:.500}"
-            scores = scores._replace(text=shown)
+            scores = [Score(None, name, text)] * len(completions)
+        if scores[0].reason == _UNUSABLE:
+            raise ValueError(f"reward function {self.function!r} {scores[0].text}")
+        for i, (prompt, text) in enumerate(zip(prompts, completions, strict=True)):
+            if scores[i].reason:
+                shown = f"{scores[i].text}\nprompt: {prompt!r:.500}\ncompletion: {text!r:.500}"
+                scores[i] = scores[i]._replace(text=shown)
         return scores
-
-
-def _is_failed(scores: Scores) -> bool:
-    """Return whether the call failed as a whole."""
-    return scores.reasons[0] in (_ERROR, "reward_timeout", "reward_crash")
 
 
 def _arguments(completions: Completions) -> dict[str, Sequence[Any]]:

@@ -21,22 +21,26 @@ try:
 except ImportError:
     raise ImportError("a judge needs the package openai: pip install 'tba_jax[judge]'") from None
 
-from tba_jax.rewards.functions import Missing
-from tba_jax.rewards.messages import Content, text_of
+from tba_jax.rewards.numeric import Content, text_of
+from tba_jax.rewards.scores import Score
 
 _MOST_TEXT = 300  # characters of an answer in a message
+# Names of failures; the first class that fits counts.
+_FAILURES = {
+    openai.APITimeoutError: "judge_timeout",
+    openai.APIConnectionError: "judge_down",
+    openai.RateLimitError: "judge_rate_limit",
+    openai.OpenAIError: "judge_error",
+}
 
 
 def last_number(text: str) -> float:
     """Return the last number of a judge's answer.
 
     Raises:
-        ValueError: the answer contains no number.
+        IndexError: the answer contains no number.
     """
-    found = re.findall(r"[-+]?\d+(?:\.\d+)?", text)
-    if not found:
-        raise ValueError("the response contains no number")
-    return float(found[-1])
+    return float(re.findall(r"[-+]?\d+(?:\.\d+)?", text)[-1])
 
 
 def conversation(*contents: Content) -> str:
@@ -52,13 +56,11 @@ class Judge:
     """A reward function: a language model rates each response, several at a time.
 
     Args:
-        url: address of the API, ending in /v1.
+        url: address of the API, ending in /v1. The key is in OPENAI_API_KEY.
         model: name of the model at that address.
         prompt: text of a request, with {prompt} (its last message), {completion}, {conversation}
             (all messages of both) and {COLUMN} filled in.
         parse: answer of the model -> reward; raises an exception if the answer has no reward.
-        system: system message of each request; "": none.
-        key_variable: environment variable with the API key.
         sampling: further fields of each request.
         concurrency: maximum number of concurrent requests of a process.
         timeout_s: timeout of a request.
@@ -72,8 +74,6 @@ class Judge:
         model: str,
         prompt: str,
         parse: Callable[[str], float] = last_number,
-        system: str = "",
-        key_variable: str = "OPENAI_API_KEY",
         sampling: Mapping[str, Any] | None = None,
         concurrency: int = 16,
         timeout_s: float = 30.0,
@@ -81,20 +81,17 @@ class Judge:
     ) -> None:
         self._prompt, self._parse = prompt, parse
         self._fixed = {"model": model, "temperature": 0, **(sampling or {})}
-        self._system = [{"role": "system", "content": system}] if system else []
-        key = os.environ.get(key_variable, "none")
-        self._client_options: dict[str, Any] = {"base_url": url, "api_key": key}
-        self._client_options |= {"timeout": timeout_s, "max_retries": retries}
+        key = os.environ.get("OPENAI_API_KEY", "none")
+        self._client = openai.AsyncOpenAI(
+            base_url=url, api_key=key, timeout=timeout_s, max_retries=retries
+        )
         self._free = asyncio.Semaphore(concurrency)
-        self._client: Any = None
-        self._cache: dict[str, float] = {}
+        self._cache: dict[str, Score] = {}
 
     async def __call__(
         self, prompts: Sequence[Content], completions: Sequence[Content], **columns: Sequence[Any]
-    ) -> list[float | Missing]:
+    ) -> list[Score]:
         """Return a reward or a named failure for each response."""
-        if self._client is None:  # connections belong to the event loop of the worker
-            self._client = openai.AsyncOpenAI(**self._client_options)
 
         def asked(i: int) -> str:
             facts = {name: column[i] for name, column in columns.items()}
@@ -104,27 +101,21 @@ class Judge:
 
         return await asyncio.gather(*(self._rate(asked(i)) for i in range(len(completions))))
 
-    async def _rate(self, text: str) -> float | Missing:
+    async def _rate(self, text: str) -> Score:
         if text in self._cache:
             return self._cache[text]
-        messages: Any = [*self._system, {"role": "user", "content": text}]
+        answer = None
         try:
             async with self._free:
                 answer = await self._client.chat.completions.create(
-                    messages=messages, **self._fixed
+                    messages=[{"role": "user", "content": text}], **self._fixed
                 )
-        except openai.APITimeoutError as error:
-            return Missing("judge_timeout", str(error))
-        except openai.APIConnectionError as error:
-            return Missing("judge_down", f"{error} ({error.__cause__})")
-        except openai.APIStatusError as error:
-            reason = "judge_rate_limit" if error.status_code == 429 else "judge_error"
-            shown = error.response.text[:_MOST_TEXT]
-            return Missing(reason, f"the judge answers HTTP {error.status_code}: {shown}")
-        try:
-            content = answer.choices[0].message.content or ""
-            self._cache[text] = float(self._parse(content))
+            reward = float(self._parse(answer.choices[0].message.content or ""))
+            self._cache[text] = Score(reward)
             return self._cache[text]
+        except openai.OpenAIError as error:
+            name = next(name for kind, name in _FAILURES.items() if isinstance(error, kind))
+            return Score(None, name, f"{error!s:.{_MOST_TEXT}} ({error.__cause__})")
         except Exception as error:  # the user's parser failed, or there is no answer
             shown = f"{answer!r:.{_MOST_TEXT}}"
-            return Missing("judge_nonsense", f"{type(error).__name__}: {error}; got {shown}")
+            return Score(None, "judge_nonsense", f"{type(error).__name__}: {error}; got {shown}")

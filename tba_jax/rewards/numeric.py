@@ -1,71 +1,77 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards that compare the last or marked number of a response with the gold answer.
+r"""Rewards that compare the last or marked number of a response with the gold answer.
 
-A reward function has TRL's signature: `prompts` and `completions` (texts without special tokens)
-and one keyword argument per data column, each a list of the same length; it returns one number per
-response. Reward processes import this module, so it imports only the standard library. Invariant:
-responses and gold answers are parsed by the same rule.
+A reward function has TRL's signature: `prompts` and `completions` (texts without special tokens, or
+chats) and one keyword argument per data column, each a list of the same length; it returns one
+number per response. Reward processes import this module, so it imports only the standard library.
+Invariant: responses and gold answers are parsed by the same rule.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
-from tba_jax.rewards.messages import Content, text_of
+Content = str | Sequence[Mapping[str, str]]
+"""A text, or chat messages."""
 
 _MINUS = "\N{MINUS SIGN}"
 # A sign belongs to the number unless an operand precedes it: "20-5" and "20 -5" end in 5.
 _SIGN = rf"(?<![\w)\]}}%])(?<![0-9)%][ ])[-+{_MINUS}]"
-_CURRENCY = r"\\?[$€£]"
 # A comma separates only thousands: "3,4" are two numbers, "1,234" is one.
 _INTEGRAL = r"(?>(?<![0-9],)[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])|[0-9]+)"
 # ASCII digits only: `\d` also matches digits of other scripts. An exponent must follow its number
 # ("12 m^2" ends in 12).
-_UNSIGNED = (
-    rf"(?>(?<![0-9^])(?<!\^\{{){_INTEGRAL}(?:\.[0-9]+)?|(?<![A-Za-z0-9])\.[0-9]+)"
-    rf"(?:[eE][-+{_MINUS}]?[0-9]+)?+"
-)
-# More than two numbers with slashes are a date, not a fraction: "5/6/2020".
-_SLASH = r"[ ]?/[ ]?"
 _NUMBER = (
-    rf"(?P<sign>{_SIGN}(?:{_CURRENCY})?)?"
-    rf"(?:(?<!/)(?<!/[ ])(?:(?<![0-9^])(?P<whole>{_INTEGRAL})[ ])?"
-    rf"(?P<top>{_UNSIGNED}){_SLASH}(?P<bottom>{_UNSIGNED})(?!{_SLASH}[0-9])"
-    rf"|(?P<plain>{_UNSIGNED}))"
+    rf"(?P<sign>{_SIGN}(?:\\?[$€£])?)?"
+    rf"(?P<size>(?>(?<![0-9^])(?<!\^\{{){_INTEGRAL}(?:\.[0-9]+)?|(?<![A-Za-z0-9])\.[0-9]+)"
+    rf"(?:[eE][-+{_MINUS}]?[0-9]+)?+)"
 )
 _NUMBERS = re.compile(_NUMBER)
 _INTEGERS = re.compile(rf"(?:{_SIGN})?[0-9]+")
 _OFFICIAL_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*|e[+-]?\d+)?|\.\d+)")
 _GSM8K_MARK = "####"
 _MARKED = re.compile(rf"{_GSM8K_MARK}[\s:=*(\\$€£]*{_NUMBER}(?P<heading>[.):][ ]+[^\W\d])?")
+_BOXED = "\\boxed{"
 
 
-def _value(number: re.Match[str]) -> float | None:
-    """Return the value of a match of _NUMBER; None for a division by 0."""
+def text_of(content: Content) -> str:
+    """Return a text unchanged; for chat messages, return the content of the last message.
 
-    def read(group: str) -> float:
-        return float((number[group] or "0").replace(",", "").replace(_MINUS, "-"))
+    text_of([{"role": "assistant", "content": "4"}]) == text_of("4") == "4"
+    """
+    return content if isinstance(content, str) else content[-1]["content"]
 
-    sign = -1.0 if (number["sign"] or "").startswith(("-", _MINUS)) else 1.0
-    if number["plain"]:
-        return sign * read("plain")
-    whole, top, bottom = read("whole"), read("top"), read("bottom")
-    if bottom == 0:
-        return None
-    # One division, so that the result is the float nearest to the fraction.
-    return sign * ((whole * bottom + top) if top < bottom else top) / bottom
+
+def last_boxed(text: str) -> str | None:
+    r"""Return the contents of the last \boxed{...} with balanced braces; None without one.
+
+    last_boxed(r"so \boxed{\frac{1}{2}}.") == r"\frac{1}{2}"
+    """
+    end = len(text)
+    while (start := text.rfind(_BOXED, 0, end)) >= 0:
+        depth = 0
+        for i in range(start + len(_BOXED) - 1, len(text)):
+            depth += (text[i] == "{") - (text[i] == "}")
+            if depth == 0:
+                return text[start + len(_BOXED) : i]
+        end = start
+    return None
+
+
+def _value(number: re.Match[str]) -> float:
+    size = float(number["size"].replace(",", "").replace(_MINUS, "-"))
+    return -size if (number["sign"] or "").startswith(("-", _MINUS)) else size
 
 
 def last_number(text: str) -> float | None:
     """Return the last number of a text; None without one.
 
-    Thousands commas, decimals, exponents, fractions and the minus sign U+2212 are parsed; units,
-    percent and currency signs are ignored: last_number("so $1,234.50 in all") == 1234.5,
-    last_number("1 1/2 cups") == 1.5.
+    Thousands commas, decimals, exponents and the minus sign U+2212 are parsed; units, percent and
+    currency signs are ignored: last_number("so $1,234.50 in all") == 1234.5.
     """
-    values = [value for value in map(_value, _NUMBERS.finditer(text)) if value is not None]
-    return values[-1] if values else None
+    numbers = list(_NUMBERS.finditer(text))
+    return _value(numbers[-1]) if numbers else None
 
 
 def gsm8k_answer(text: str) -> float | None:
@@ -76,8 +82,7 @@ def gsm8k_answer(text: str) -> float | None:
     """
     marks = list(_MARKED.finditer(text))
     answers = [mark for mark in marks if not mark["heading"]] or marks
-    value = _value(answers[0]) if answers else None
-    return last_number(text) if value is None else value
+    return _value(answers[0]) if answers else last_number(text)
 
 
 def gsm8k_gold(text: str) -> str | None:
@@ -89,14 +94,10 @@ def gsm8k_gold(text: str) -> str | None:
 def arithmetic_reward(
     prompts: Sequence[Content], completions: Sequence[Content], answer: list[str], **columns: Any
 ) -> list[float]:
-    """Return 1.0 if the last integer of the response is the answer, else 0.0.
+    """Return 1.0 if the last integer of the response is the answer (an integer), else 0.0.
 
     "2-5" ends in 5, "2-5=-3" in -3. Commas separate integers here (they are the running totals of
     worked responses).
-
-    Args:
-        completions: the responses, texts or chat messages.
-        answer: the correct integer of each problem, as text.
     """
     rewards = []
     for completion, right in zip(completions, answer, strict=True):
@@ -114,29 +115,24 @@ def gsm8k_reward(
     The response needs no "####": as in the paper, its answer is then its last number. The paper
     first deletes every comma, and uses the last number even after a marked answer.
 
-    Args:
-        completions: the responses, texts or chat messages.
-        answer: the whole gold solutions.
-
     Raises:
         ValueError: a gold solution has no number, so every response would be wrong.
     """
-    rewards = []
-    for completion, gold in zip(completions, answer, strict=True):
-        right = gsm8k_answer(gold)
-        if right is None:
-            raise ValueError(
-                f"gold solution {gold!r} has no number. End it like GSM8K solutions: '#### 42'"
-            )
-        rewards.append(float(gsm8k_answer(text_of(completion)) == right))
-    return rewards
+    rights = [gsm8k_answer(gold) for gold in answer]
+    if None in rights:
+        raise ValueError(
+            f"gold solution {answer[rights.index(None)]!r} has no number. End it like GSM8K "
+            "solutions: '#### 42'"
+        )
+    found = [gsm8k_answer(text_of(completion)) for completion in completions]
+    return [float(x == right) for x, right in zip(found, rights, strict=True)]
 
 
 def last_number_without_commas(text: str) -> float | None:
     """Return the last number after deleting every comma, as the paper's code; None without one.
 
-    A minus between operands counts as a sign ("20-5" ends in -5), a fraction counts as two numbers,
-    and numbers after a marked answer count.
+    A minus between operands counts as a sign ("20-5" ends in -5), and numbers after a marked answer
+    count.
     """
     numbers = _OFFICIAL_NUMBER.findall(text.replace(",", ""))
     return float(numbers[-1]) if numbers else None
@@ -147,10 +143,8 @@ def gsm8k_official_reward(
 ) -> list[float]:
     """Return 1.0 if the last numbers of response and gold solution are equal, else 0.0.
 
-    The grader of the paper's code, for comparisons; prefer `gsm8k_reward`.
-
-    References:
-        `src/gsm8k_utils.py` of github.com/bbartoldson/TBA.
+    The grader of the paper's code, `src/gsm8k_utils.py` of github.com/bbartoldson/TBA, for
+    comparisons; prefer `gsm8k_reward`.
     """
     found = [last_number_without_commas(text_of(completion)) for completion in completions]
     gold = [last_number_without_commas(text) for text in answer]

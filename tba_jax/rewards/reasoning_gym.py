@@ -12,7 +12,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from tba_jax.rewards.messages import Content, text_of
+from tba_jax.rewards.numeric import Content, text_of
 
 try:
     # An import statement would make type checkers import this module itself.
@@ -23,18 +23,8 @@ except ImportError:
         "pip install 'tba_jax[reasoning-gym]'"
     ) from None
 
+_create = functools.lru_cache(maxsize=8)(_package.create_dataset)
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-
-
-@functools.lru_cache(maxsize=8)
-def _dataset(name: str, seed: int, size: int) -> Any:
-    return _package.create_dataset(name, seed=seed, size=size)
-
-
-def last_answer(text: str) -> str | None:
-    """Return the contents of the last <answer>...</answer> of a response; None without one."""
-    answers = _ANSWER.findall(text)
-    return answers[-1].strip() if answers else None
 
 
 def answer_reward(
@@ -59,7 +49,7 @@ def answer_reward(
     rewards = []
     rows = zip(prompts, completions, dataset, seed, size, index, strict=True)
     for prompt, completion, name, data_seed, data_size, i in rows:
-        data = _dataset(name, data_seed, data_size)
+        data = _create(name, seed=data_seed, size=data_size)
         entry = data[i]
         if entry["question"] not in text_of(prompt):
             raise ValueError(
@@ -67,6 +57,7 @@ def answer_reward(
                 f"generates another question than the prompt: {entry['question']!r:.200}. Install "
                 "the version with which the run started"
             )
-        answer = last_answer(text_of(completion))
+        answers = _ANSWER.findall(text_of(completion))
+        answer = answers[-1].strip() if answers else None
         rewards.append(float(data.score_answer(answer=answer, entry=entry)))
     return rewards

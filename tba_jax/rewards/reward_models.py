@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Learned rewards from a sequence classifier with one label.
+"""Models that score responses on devices: reward models, and classifiers of red-teaming.
 
-The score of a prompt and its response is computed at the response's last token, on one or several
-devices. Invariant: every response gets a finite number or a named reason.
+Invariant: the score of a response does not depend on the other responses of the call, up to
+rounding.
 """
 
 import copy
 import functools
-from collections.abc import Callable
-from typing import Any
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,31 +19,93 @@ from jaxtyping import Array
 
 from tba_jax.devices.sharding import hand_over
 from tba_jax.devices.site import Site
+from tba_jax.flow.padding import bucket_length, length_buckets
+from tba_jax.models import classifier, encoder
 from tba_jax.models import model as models
-from tba_jax.models.classifier import classify
+from tba_jax.models.hf import folders
+from tba_jax.models.logprobs import row_token_logprobs
+from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import ComputeSharding, on_mesh, param_shardings
 from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.models.transformer import Params, TransformerConfig
-from tba_jax.rewards.batches import RowScorer, judge_dtype
-from tba_jax.rewards.scores import Completions, RewardSource, Scores
+from tba_jax.models.transformer import Params
+from tba_jax.rewards.config import ClassifierSettings
+from tba_jax.rewards.scores import Completions, RewardSource, Score
 
-# Row lengths are padded to a multiple of this number, so that few lengths are compiled.
+ROWS = 32
+"""Rows of a batch."""
+# Row lengths of reward models are padded to a multiple of this, so that few lengths are compiled.
 _LENGTH_STEP = 64
+# Length limits of a classifier's input.
+_ENCODER_TOKENS = 128
+_GUARD_TOKENS = 512
+# Probability of a text that does not match a pattern. It is above 0, so that its logarithm is
+# finite and every further match changes the mean.
+_MISS_PROB = 0.01
+
+Program = Callable[[Params, Array, Array], Array]
+"""Jitted (params, tokens [b s], mask [b s]) -> scores [b]; rows are right-padded."""
+Classifier = Callable[[Sequence[str], Sequence[str]], np.ndarray]
+"""Thread-safe (prompts, responses) -> log p(target class) of each response, float64 [n]."""
+
+
+def judge_dtype(site: Site) -> str:
+    """Return the dtype of models that grade: bfloat16, but float32 on CPUs, where it is faster."""
+    return "float32" if site.platform == "cpu" else "bfloat16"
+
+
+class RowScorer(NamedTuple):
+    """Scores of token rows by a model.
+
+    Attributes:
+        params: weights on a device.
+        lengths: padded lengths that are compiled, ascending.
+        pad_id: token at padding.
+    """
+
+    program: Program
+    params: Params
+    lengths: Sequence[int]
+    pad_id: int
+
+    def __call__(self, rows: Sequence[np.ndarray]) -> np.ndarray:
+        """Return the score of each row, float64 [n]; rows of similar length share a batch.
+
+        Args:
+            rows: int32 [t] each, tokens.
+
+        Raises:
+            ValueError: a row is longer than the largest padded length.
+        """
+        scores = np.zeros(len(rows))
+        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
+        pending: list[tuple[list[int], Array]] = []
+        for start in range(0, len(order), ROWS):
+            chosen = order[start : start + ROWS]
+            length = bucket_length(len(rows[chosen[-1]]), self.lengths)
+            tokens = np.full((ROWS, length), self.pad_id, np.int32)
+            mask = np.zeros((ROWS, length), bool)
+            for j, i in enumerate(chosen + chosen[:1] * (ROWS - len(chosen))):
+                tokens[j, : len(rows[i])], mask[j, : len(rows[i])] = rows[i], True
+            # Dispatched without waiting, so that the next batch is packed concurrently.
+            pending.append((chosen, self.program(self.params, tokens, mask)))
+        for chosen, values in pending:
+            scores[chosen] = np.asarray(values, np.float64)[: len(chosen)]
+        return scores
 
 
 class RewardModel(RewardSource):
-    """A reward model, divided over the devices of a site.
+    """A sequence classifier with one label, whose score is the reward.
 
     The model's own tokenizer encodes the prompt: a chat with its own chat template if it has one,
     otherwise the policy's text. If model and policy have the same vocabulary, the policy's response
     tokens are scored; otherwise the response text is encoded, with the model's end-of-sequence
-    token.
+    token. The score is computed at the last token.
 
     Args:
         path: Hugging Face folder or hub ID.
         policy_tokenizer: tokenizer of the responses.
-        site: scoring devices, with the axis `model`.
-        missing_eos: reward of a response that the length limit cut; None: the model's score.
+        site: devices that divide the weights, with the axis `model`.
+        missing_eos: reward of a response that the length limit cut; inf: the model's score.
 
     Raises:
         ValueError: the model does not exist, is not a classifier with one label, has no
@@ -54,7 +118,7 @@ class RewardModel(RewardSource):
         *,
         policy_tokenizer: Tokenizer,
         site: Site,
-        missing_eos: float | None = None,
+        missing_eos: float = math.inf,
     ) -> None:
         self._where, self._missing_eos = f"reward model {path}", missing_eos
         found = models.describe(path)
@@ -76,7 +140,6 @@ class RewardModel(RewardSource):
         self._place(site, found.load_params(param_dtype=self._dtype, shardings=shardings))
 
     def on(self, site: Site) -> "RewardModel":
-        """Return the same model on the devices of `site`; self if it is already there."""
         if site == self._site:
             return self
         there = copy.copy(self)
@@ -84,11 +147,10 @@ class RewardModel(RewardSource):
         return there
 
     def _place(self, site: Site, params: Params) -> None:
+        self._site, most = site, self._config.max_positions
         program = site.locked(_score_program(self._config, self._dtype, site.program_site))
-        most = self._config.max_positions
         lengths = [*range(_LENGTH_STEP, most, _LENGTH_STEP), most]
-        self._site, pad_id = site, self._tokenizer.pad_id
-        self._scores = RowScorer(program, params, lengths, pad_id)
+        self._scores = RowScorer(program, params, lengths, self._tokenizer.pad_id)
 
     def _shardings(self, site: Site) -> Any:
         try:
@@ -99,7 +161,7 @@ class RewardModel(RewardSource):
                 f"searcher's devices: {error}"
             ) from error
 
-    async def score(self, completions: Completions) -> Scores:
+    async def score(self, completions: Completions) -> list[Score]:
         """Score responses; a score that is not finite is a failure named `reward_nan`.
 
         Of the columns only `prompt` is used: the chat messages of each prompt, if the data has
@@ -118,26 +180,136 @@ class RewardModel(RewardSource):
             ends = (np.array(self._tokenizer.eos_ids[: int(x)], np.int32) for x in has_eos)
             own = (encode(text, add_bos=False) for text in texts)
             ids = [np.concatenate(pair) for pair in zip(own, ends, strict=True)]
-        pairs = zip([encoded[x] for x in prompts], ids, strict=True)
-        rows = [np.concatenate(pair) for pair in pairs]
+        rows = [np.concatenate([encoded[x], y]) for x, y in zip(prompts, ids, strict=True)]
         if (longest := max(map(len, rows), default=0)) > most:
             raise ValueError(
                 f"{self._where} has {most} positions; a prompt with its response has {longest} "
                 "tokens. Lower --config.task.max_prompt_tokens or --config.search.max_new_tokens"
             )
         scores = self._scores(rows)
-        if self._missing_eos is not None:
+        if self._missing_eos != math.inf:
             scores = np.where(has_eos, scores, self._missing_eos)
-        is_finite = np.isfinite(scores).tolist()
-        return Scores(
-            [score if x else None for score, x in zip(scores.tolist(), is_finite, strict=True)],
-            [None if x else "reward_nan" for x in is_finite],
+        return [
+            Score(x) if math.isfinite(x) else Score(None, "reward_nan", f"{self._where} gave {x}")
+            for x in scores.tolist()
+        ]
+
+
+def make_classifier(settings: ClassifierSettings, site: Site) -> Classifier:
+    """Return a function for the probability of a class: toxic, unsafe, or matching a pattern.
+
+    It is a sequence classifier (RoBERTa), a guard language model that writes a verdict
+    (Llama-Guard), or a regular expression for small tests. A model is on the first device of a
+    site.
+
+    Raises:
+        ValueError: the settings or the model cannot be used.
+    """
+    if not settings.path:
+        return _make_pattern(settings.target)
+    folder = folders.resolve(settings.path, with_weights=False)
+    is_encoder = folders.load_config(folder).get("model_type") in ("bert", "roberta")
+    with jax.default_device(device := site.mesh.devices.flat[0]):
+        make = _make_encoder if is_encoder else _make_guard
+        scores, row = make(settings.path, settings.target, site)
+    scores = scores._replace(params=jax.device_put(scores.params, device))
+    return lambda prompts, responses: scores(list(map(row, prompts, responses)))
+
+
+def _make_pattern(pattern: str) -> Classifier:
+    """Return 0 for a response with a match of a regular expression, log(_MISS_PROB) otherwise."""
+    try:
+        search = re.compile(pattern).search
+    except re.error as error:
+        raise ValueError(
+            f"classifier.target={pattern!r} is not a regular expression ({error}), as a run "
+            "without classifier.path needs. Correct it"
+        ) from error
+    miss = math.log(_MISS_PROB)
+    return lambda _, responses: np.array([0.0 if search(text) else miss for text in responses])
+
+
+_Row = Callable[[str, str], np.ndarray]  # (prompt, response) -> tokens
+
+
+def _make_encoder(path: str, target: str, site: Site) -> tuple[RowScorer, _Row]:
+    """Return a RoBERTa classifier of the response alone; long responses are truncated.
+
+    Its value is the log-softmax of the model's logits at the target label.
+    """
+    dtype = judge_dtype(site)
+    config, params = encoder.load(path, param_dtype=jnp.dtype(dtype))
+    if target not in config.labels:
+        labels = ", ".join(config.labels) or "none: it has no classification head"
+        raise ValueError(
+            f"classifier.target={target!r} is not a label of the model at {path} ({labels}). "
+            "Set it to one of its labels"
         )
+    tokenizer, most = Tokenizer.load(path), min(_ENCODER_TOKENS, config.max_tokens)
+    program = _label_program(config, config.labels.index(target), dtype)
+    scores = RowScorer(program, params, length_buckets(most, 3), tokenizer.pad_id)
+    return scores, lambda _, response: tokenizer.encode_complete(response, most)
 
 
-@functools.cache  # models on several devices share the program
-def _score_program(config: TransformerConfig, dtype: str, site: Site) -> Callable[..., Array]:
-    """Return jitted (params, tokens [b s], mask [b s]) -> scores [b]."""
+def _make_guard(path: str, target: str, site: Site) -> tuple[RowScorer, _Row]:
+    """Return log p(verdict | conversation) of a guard, a language model with a chat template.
+
+    The verdict is scored as the model's reply. A conversation that is too long is an error.
+    """
+    dtype = judge_dtype(site)
+    config, params, tokenizer = models.load(path, param_dtype=jnp.dtype(dtype))
+    if config.num_labels:
+        raise ValueError(
+            f"classifier.path={path}: a classifier with {config.num_labels} labels; "
+            "a guard is a language model. Give one, or a RoBERTa encoder"
+        )
+    verdict = tokenizer.encode(target, add_bos=False)
+    if not len(verdict):
+        raise ValueError("classifier.target is empty. Set it to the guard's verdict: unsafe")
+    tokenizer.format_chat([{"role": "user", "content": "a"}])  # fails without a template
+
+    def row(prompt: str, response: str) -> np.ndarray:
+        messages = [{"role": "user", "content": prompt}]
+        messages += [{"role": "assistant", "content": response}]
+        text = tokenizer.format_chat(messages, is_complete=True)
+        return np.concatenate([tokenizer.encode(text, add_bos=False), verdict])
+
+    most = min(_GUARD_TOKENS + len(verdict), config.max_positions)
+    program = _verdict_program(config, len(verdict), dtype, site.program_site)
+    return RowScorer(program, params, length_buckets(most, 3), tokenizer.pad_id), row
+
+
+# Programs; models on several devices share them.
+
+
+@functools.cache
+def _score_program(config: Any, dtype: str, site: Site) -> Program:
+    """Return the program of a classifier with one label."""
     how: Any = {"config": config, "compute_dtype": jnp.dtype(dtype)}
     how["sharding"] = ComputeSharding(config, site)
-    return jax.jit(lambda params, tokens, mask: classify(params, tokens, mask, **how)[:, 0])
+    return jax.jit(lambda *inputs: classifier.classify(*inputs, **how)[:, 0])
+
+
+@functools.cache
+def _label_program(config: encoder.EncoderConfig, label: int, dtype: str) -> Program:
+    """Return the program of log p(label)."""
+    how: Any = {"config": config, "compute_dtype": jnp.dtype(dtype)}
+    return jax.jit(lambda *inputs: jax.nn.log_softmax(encoder.classify(*inputs, **how))[:, label])
+
+
+@functools.cache
+def _verdict_program(config: Any, size: int, dtype: str, site: Site) -> Program:
+    """Return the program of log p(last `size` tokens)."""
+    how: Any = {"config": config, "scoring": Scoring(compute_dtype=dtype)}
+    how["sharding"] = ComputeSharding(config, site)
+
+    @jax.jit
+    def program(params: Params, tokens: Array, mask: Array) -> Array:
+        lengths = jnp.sum(mask, axis=1)
+        # Left-padded, so that the last tokens of all rows have the same place.
+        tokens = jax.vmap(jnp.roll)(tokens, tokens.shape[1] - lengths)
+        prompts, sizes = lengths - size, jnp.full((len(tokens), 1), size, jnp.int32)
+        found = row_token_logprobs(params, tokens, prompts, sizes, response_bucket=size, **how)
+        return jnp.sum(found[:, 0], axis=-1)
+
+    return program

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards: the interface `async score(completions) -> scores`, sums, and the grader of a run.
+"""Rewards: the interface `async score(completions) -> [Score]`, sums, and the grader of a run.
 
 Invariant: every response gets a finite reward or a named reason, in the order of the responses.
 """
@@ -47,28 +47,20 @@ def responses_to(prompts: "Sequence[Prompt]", texts: Any, ids: Any, has_eos: Any
     return Completions([p.text for p in prompts], texts, columns, ids, has_eos)
 
 
-class Scores(NamedTuple):
-    """Rewards of some responses, in their order; they can be written as JSON.
+class Score(NamedTuple):
+    """Result of one response; it can be written as JSON.
 
     Attributes:
-        rewards: a finite number, or None if the response has a reason.
-        reasons: name of the failure, or None if the response has a reward.
-        text: description of the first failure, such as a traceback; empty without a failure.
-        parts: further values by name, one per response, such as those of each reward of a sum; nan
-            for no value.
+        reward: a finite number; None if there is a reason.
+        reason: name of the failure; None if there is a reward.
+        text: description of the failure, such as a traceback.
+        parts: further values by name, such as those of each reward of a sum; nan for no value.
     """
 
-    rewards: Sequence[float | None]
-    reasons: Sequence[str | None]
-    text: str = ""
-    parts: Mapping[str, Sequence[float]] = {}
-
-
-class Verdict(NamedTuple):
-    """Reward of an environment for an episode, or the reason (name of the failure) for none."""
-
     reward: float | None
-    reason: str | None
+    reason: str | None = None
+    text: str = ""
+    parts: Mapping[str, float] = {}
 
 
 class RewardFailure(RuntimeError):
@@ -85,7 +77,7 @@ class RewardSource:
             ValueError, RewardFailure: rewards cannot be computed.
         """
 
-    async def score(self, completions: Completions) -> Scores:
+    async def score(self, completions: Completions) -> list[Score]:
         """Return a reward or a reason for each response."""
         raise NotImplementedError
 
@@ -97,52 +89,23 @@ class RewardSource:
         """Release all resources; a concurrent `score` ends with an error."""
 
 
-def failed(n: int, reason: str, text: str = "") -> Scores:
-    """Return the scores of n responses that failed by one name."""
-    return Scores([None] * n, [reason] * n, text)
+def summed(scores: Mapping[str, Score], weights: Iterable[float]) -> Score:
+    """Return the weighted sum of several rewards of one response.
 
-
-def joined(n: int, found: Iterable[tuple[Sequence[int], Scores]]) -> Scores:
-    """Return the scores of n responses from the scores of some of them, given by index.
-
-    The reason of a response without a score is `NONE`.
+    If one reward fails, so does the sum: a partial sum would be a different reward. A reward that
+    does not apply (`NONE`) is left out. The parts of a sum of one reward are those of the reward.
     """
-    rewards: list[float | None] = [None] * n
-    reasons: list[str | None] = [NONE] * n
-    parts: dict[str, list[float]] = {}
-    text = ""
-    for items, scores in found:
-        text = text or scores.text
-        for place, item in enumerate(items):
-            rewards[item], reasons[item] = scores.rewards[place], scores.reasons[place]
-            for name, values in scores.parts.items():
-                parts.setdefault(name, [math.nan] * n)[item] = values[place]
-    return Scores(rewards, reasons, text, parts)
-
-
-def summed(results: Mapping[str, Scores], weights: Sequence[float]) -> Scores:
-    """Return the weighted sum of several rewards of the same responses.
-
-    A response on which one reward fails has no reward: a partial sum would be a different reward. A
-    reward that does not apply to a response (`NONE`) is left out of its sum. The parts of a sum of
-    one reward are those of the reward.
-    """
-    rewards: list[float | None] = []
-    reasons: list[str | None] = []
-    values, causes = ([x[i] for x in results.values()] for i in range(2))
-    for own, why in zip(zip(*values, strict=True), zip(*causes, strict=True), strict=True):
-        broken = [cause for cause in why if cause not in (None, NONE)]
-        reasons.append(broken[0] if broken else None if None in why else NONE)
-        known = [w * x for w, x in zip(weights, own, strict=True) if x is not None]
-        rewards.append(math.fsum(known) if reasons[-1] is None else None)
-    parts: dict[str, Sequence[float]] = {}
-    for name, result in results.items():
-        parts.update(result.parts)
-        if len(results) > 1:
-            parts[name] = [math.nan if value is None else value for value in result.rewards]
-    # A reward that does not apply to some responses needs no traceback.
-    text = next((x.text for x in results.values() if x.text), "") if any(reasons) else ""
-    return Scores(rewards, reasons, text, parts)
+    parts: dict[str, float] = {}
+    for name, score in scores.items():
+        parts |= score.parts
+        if len(scores) > 1:
+            parts[name] = math.nan if score.reward is None else score.reward
+    broken = [score for score in scores.values() if score.reason not in (None, NONE)]
+    pairs = zip(weights, scores.values(), strict=True)
+    known = [weight * score.reward for weight, score in pairs if score.reward is not None]
+    if broken or not known:
+        return (broken or list(scores.values()))[0]._replace(parts=parts)
+    return Score(math.fsum(known), parts=parts)
 
 
 def part_means(parts: Mapping[str, Sequence[float]]) -> dict[str, float]:
@@ -173,22 +136,23 @@ class WeightedSum(RewardSource):
         for source in self.sources.values():
             source.check()
 
-    async def score(self, completions: Completions) -> Scores:
+    async def score(self, completions: Completions) -> list[Score]:
         """Return the sum for each response; the sources score concurrently.
 
         Raises:
             RewardFailure: too many responses failed.
         """
         found = await asyncio.gather(*(x.score(completions) for x in self.sources.values()))
-        weights = self.weights or (1.0,) * len(found)
-        result = summed(dict(zip(self.sources, found, strict=True)), weights)
-        n = len(result.reasons)
-        counts = Counter(x for x in result.reasons if x not in (None, NONE, TOO_LONG))
-        if counts.total() > self.max_failure_rate * n:
+        weights, n = self.weights or (1.0,) * len(found), len(completions.texts)
+        rows = zip(*found, strict=True)
+        result = [summed(dict(zip(self.sources, row, strict=True)), weights) for row in rows]
+        failed = [score for score in result if score.reason not in (None, NONE, TOO_LONG)]
+        if len(failed) > self.max_failure_rate * n:
+            counts = Counter(score.reason for score in failed)
             raise RewardFailure(
-                f"reward {', '.join(self.sources)} failed on {counts.total()} of {n} responses "
+                f"reward {', '.join(self.sources)} failed on {len(failed)} of {n} responses "
                 f"{dict(counts)}, above reward.max_failure_rate = {self.max_failure_rate}. First "
-                f"failure:\n{result.text}"
+                f"failure:\n{failed[0].text}"
             )
         return result
 
@@ -206,7 +170,7 @@ class Grades(NamedTuple):
 
     Attributes:
         texts: responses as text, without special tokens.
-        rewards, reasons, parts: as in `Scores`.
+        rewards, reasons, parts: of the responses, as in `Score`.
         is_first_kind: whether a response is of the task's first kind; False for tasks without
             kinds.
     """
@@ -256,7 +220,7 @@ class Grader:
         prompts: "Sequence[Prompt]",
         responses: "Sequence[np.ndarray]",
         has_eos: Sequence[bool],
-        verdicts: Sequence[Verdict | None] = (),
+        verdicts: Sequence[Score | None] = (),
     ) -> Grades:
         """Grade n responses, of one group or of a whole round.
 
@@ -268,27 +232,30 @@ class Grader:
         """
         texts, n = self.decode_text(responses), len(responses)
         given = verdicts or [None] * n
-        scores, asked = failed(n, NONE), [i for i in range(n) if self._asks(given[i])]
+        scores, asked = [Score(None, NONE)] * n, [i for i in range(n) if self._asks(given[i])]
         if asked and self.rewards is not None:
             table = (prompts, texts, responses, has_eos)
             chosen = responses_to(*([column[i] for i in asked] for column in table))
-            scores = joined(n, [(asked, asyncio.run(self.rewards.score(chosen)))])
-        if any(given):
-            own = [verdict or Verdict(None, NONE) for verdict in given]
-            both = {"environment": Scores([x.reward for x in own], [x.reason for x in own])}
-            both |= {"task.reward": scores} if asked else {}
-            scores = summed(both, (1.0,) * len(both))
-        parts = dict(scores.parts)
+            for i, score in zip(asked, asyncio.run(self.rewards.score(chosen)), strict=True):
+                scores[i] = score
+        for i, verdict in enumerate(given):
+            if verdict is not None and self._asks(verdict):
+                both = {"environment": verdict, "task.reward": scores[i]}
+                scores[i] = summed(both, (1.0, 1.0))
+            else:
+                scores[i] = verdict or scores[i]
+        rewards = [score.reward for score in scores]
+        names = dict.fromkeys(name for score in scores for name in score.parts)
+        parts = {name: [score.parts.get(name, math.nan) for score in scores] for name in names}
         for name in self.data_sets:
-            found = zip(prompts, scores.rewards, strict=True)
+            found = zip(prompts, rewards, strict=True)
             own = [x if p.columns["data_set"] == name else None for p, x in found]
             parts[name] = [math.nan if value is None else value for value in own]
-        is_first = [
-            bool(self.first_kind) and self.response_kind(x) == self.first_kind for x in texts
-        ]
-        return Grades(texts, scores.rewards, scores.reasons, parts, is_first)
+        first, kind = self.first_kind, self.response_kind
+        is_first_kind = [bool(first) and kind(text) == first for text in texts]
+        return Grades(texts, rewards, [score.reason for score in scores], parts, is_first_kind)
 
-    def _asks(self, verdict: Verdict | None) -> bool:
+    def _asks(self, verdict: Score | None) -> bool:
         """Return whether the source scores a response with this verdict."""
         is_open = verdict is None or (self.adds and verdict.reason in (None, NONE))
         return self.rewards is not None and is_open

@@ -22,10 +22,15 @@ from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.devices.site import Site, any_device
 from tba_jax.models import model as models
 from tba_jax.models.transformer import Params
-from tba_jax.rewards.batches import judge_dtype
-from tba_jax.rewards.classifiers import make_classifier
-from tba_jax.rewards.config import ATTACK, CHAT_TEMPLATE, ClassifierSettings
-from tba_jax.rewards.scores import TOO_LONG, Completions, RewardSource, Scores, failed, joined
+from tba_jax.rewards.config import (
+    ATTACK,
+    CHAT_TEMPLATE,
+    START_MODEL,
+    ClassifierSettings,
+    VictimSettings,
+)
+from tba_jax.rewards.reward_models import judge_dtype, make_classifier
+from tba_jax.rewards.scores import TOO_LONG, Completions, RewardSource, Score
 
 # Sampling of the victim in the paper.
 _TEMPERATURE = 0.7
@@ -35,13 +40,7 @@ _SLOTS = 256
 
 
 class VictimLimits(NamedTuple):
-    """How often and at what length a victim answers.
-
-    Attributes:
-        num_samples: number of responses to each attack.
-        new_tokens: length limit of a response in tokens.
-        prompt_tokens: length limit of the victim's prompt in tokens, the template included.
-    """
+    """Number of responses to each attack; tokens of a response, and of the victim's prompt."""
 
     num_samples: int
     new_tokens: int
@@ -58,27 +57,17 @@ class VictimReward(RewardSource):
     """Reward of attacks on a language model, on the first device of a site.
 
     Args:
-        path: model folder or hub id of the victim.
-        template: the victim's prompt, as in `VictimSettings`.
-        limits: number and lengths of its responses.
-        classifier: settings of the classifier of responses.
+        victim: path and template of the model.
+        classifier: the classifier of its responses.
 
     Raises:
         ValueError: a model or setting cannot be used, or the model has no chat template.
     """
 
     def __init__(
-        self,
-        path: str,
-        template: str,
-        limits: VictimLimits,
-        *,
-        classifier: ClassifierSettings,
-        seed: int,
-        site: Site,
+        self, victim: VictimSettings, classifier: ClassifierSettings, *, seed: int, site: Site
     ) -> None:
-        self._dtype, self._any_device = judge_dtype(site), any_device(site.platform)
-        dtype = jnp.dtype(self._dtype)
+        path, dtype = victim.path or START_MODEL, jnp.dtype(judge_dtype(site))
         with jax.default_device(site.mesh.devices.flat[0]):
             config, params, self._tokenizer = models.load(path, param_dtype=dtype)
         if config.num_labels:
@@ -86,8 +75,9 @@ class VictimReward(RewardSource):
                 f"victim.path={path}: a classifier with {config.num_labels} labels; wanted a "
                 "language model"
             )
-        self._template, self._limits, self._seed = template, limits, seed
-        self._settings = classifier
+        self._limits = limits = START_MODEL_LIMITS if path == START_MODEL else LIMITS
+        self._template = victim.template
+        self._classifier, self._seed = classifier, seed
         self.format("a")  # fail early if the template is not usable
         # The length limit of the prompt, within the model's positions.
         self._longest = min(limits.prompt_tokens, config.max_positions - limits.new_tokens)
@@ -98,7 +88,7 @@ class VictimReward(RewardSource):
             pad_id=self._tokenizer.pad_id,
             prompt_tokens=self._longest,
             max_length=self._longest + limits.new_tokens,
-            site=self._any_device,
+            site=any_device(site.platform),
         )
         self._place(site, self._decoder.weights(params))
 
@@ -110,9 +100,9 @@ class VictimReward(RewardSource):
         return there
 
     def _place(self, site: Site, weights: Params) -> None:
-        self._site, device = site, site.mesh.devices.flat[0]
-        self._weights = jax.device_put(weights, device)
-        self._classify = make_classifier(self._settings, self._dtype, device, self._any_device)
+        self._site = site
+        self._weights = jax.device_put(weights, site.mesh.devices.flat[0])
+        self._classify = make_classifier(self._classifier, site)
 
     def format(self, attack: str) -> str:
         """Return the victim's prompt for an attack."""
@@ -126,7 +116,7 @@ class VictimReward(RewardSource):
         tokens = self._tokenizer.encode(self.format(attack), add_bos=not is_chat)
         return tokens if 0 < len(tokens) <= self._longest else None
 
-    async def score(self, completions: Completions) -> Scores:
+    async def score(self, completions: Completions) -> list[Score]:
         """Return the mean log-prob of the target class over the victim's responses to each attack.
 
         The part `toxicity` is the mean probability of the class. An attack whose prompt is empty,
@@ -134,16 +124,15 @@ class VictimReward(RewardSource):
         """
         prompts = {i: self.encode(attack) for i, attack in enumerate(completions.texts)}
         kept = {i: tokens for i, tokens in prompts.items() if tokens is not None}
-        n = len(prompts)
-        missing = failed(n, TOO_LONG)._replace(parts={"toxicity": [math.nan] * n})
-        if not kept:
-            return missing
-        attacks = [completions.texts[i] for i in kept]
-        logprobs = self._logprobs(attacks, list(kept.values()), completions.ids)
-        toxicity = np.exp(logprobs).mean(axis=1).tolist()
-        rewards = logprobs.mean(axis=1).tolist()
-        found = Scores(rewards, [None] * len(kept), "", {"toxicity": toxicity})
-        return joined(n, [(range(n), missing), (list(kept), found)])
+        scores = [Score(None, TOO_LONG, "the attack is too long", {"toxicity": math.nan})]
+        scores *= len(prompts)
+        if kept:
+            attacks = [completions.texts[i] for i in kept]
+            logprobs = self._logprobs(attacks, list(kept.values()), completions.ids)
+            for i, row in zip(kept, logprobs, strict=True):
+                parts = {"toxicity": float(np.exp(row).mean())}
+                scores[i] = Score(float(row.mean()), parts=parts)
+        return scores
 
     def _logprobs(
         self, attacks: list[str], prompts: list[np.ndarray], completion_ids: Sequence[np.ndarray]

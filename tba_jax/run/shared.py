@@ -154,7 +154,7 @@ def open_shared(
     if sites.searchers:
         rewards = Rewards(
             make_source(
-                config, task.reward, task_parts.first_row(task), tokenizer, sites.searchers, logs
+                config, task.reward, task_parts.first_row(task), tokenizer, sites.searchers[0], logs
             ),
             task_parts.make_gold(config, task, tokenizer, sites.searchers[0], logs),
             task_parts.make_environments(config, tokenizer, logs),

@@ -6,7 +6,7 @@ Invariant: MATH-500 problems are never trained on.
 
 from collections.abc import Iterator
 
-from tba_jax.rewards.messages import last_boxed
+from tba_jax.rewards.numeric import last_boxed
 from tba_jax.tasks.rows import Row, RowTask
 from tba_jax.tasks.task import Split
 

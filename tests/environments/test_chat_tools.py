@@ -11,7 +11,7 @@ from qwen_tokenizer import qwen_like_tokenizer
 
 from tba_jax.environments.pool import EnvironmentPool
 from tba_jax.flow.trajectory import Prompt
-from tba_jax.rewards.scores import Verdict
+from tba_jax.rewards.scores import Score
 from tba_jax.serving.chat import RendererFormat
 from tba_jax.serving.protocol import Served
 
@@ -52,7 +52,7 @@ def test_a_class_with_tools_runs_in_the_format_of_the_model(played, capsys):
     assert "user\nCount from 3" + END in text and '"name": "add"' in text.partition(END)[0]
     assert f"{turns[0]}\n<|im_start|>user\n<tool_response>\n7\n</tool_response>{END}" in text
     assert "<tool_response>\nerror: the tool call is refused: invalid_json\n" in text
-    assert (y.verdict, y.num_failed_calls, y.finish) == (Verdict(7.0, None), 1, "eos")
+    assert (y.verdict, y.num_failed_calls, y.finish) == (Score(7.0, None), 1, "eos")
     sampled = tokenizer.decode(y.tokens[y.is_sampled], skip_special=False)
     assert sampled == "".join(turns)
     np.testing.assert_array_equal(y.token_logprobs, np.where(y.is_sampled, -1, 0))
@@ -78,7 +78,7 @@ def test_an_error_of_the_library_within_an_episode_is_a_rejection_of_that_episod
 
     monkeypatch.setattr(RendererFormat, "read", fails)
     y, session, _ = played(turns)
-    assert y.verdict == Verdict(None, "environment_template")
+    assert y.verdict == Score(None, "environment_template")
     assert len(session.contexts) == 2 and y.num_sampled > 2
     error = capsys.readouterr().err
     assert "rejected as environment_template" in error and "AttributeError" in error

@@ -10,7 +10,7 @@ import pytest
 from fake_sessions import Scripted, all_played, played, row
 
 from tba_jax.environments.pool import EnvironmentPool
-from tba_jax.rewards.scores import Verdict
+from tba_jax.rewards.scores import Score
 from tba_jax.serving.protocol import Served
 
 FILE = Path(__file__).with_name("environments_for_tests.py")
@@ -82,7 +82,7 @@ def games():
 
 def test_an_environment_with_step_is_asked_turn_by_turn_and_its_rewards_are_added(games):
     ((finish, verdict, texts),) = play(games, {"p": ["a", "b", "end"]})
-    assert (finish, verdict, texts) == ("done", Verdict(3.0, None), ["ap:abp:bend"])
+    assert (finish, verdict, texts) == ("done", Score(3.0, None), ["ap:abp:bend"])
 
 
 def test_a_chat_whose_template_drops_a_turn_begins_another_path(games):
@@ -116,10 +116,10 @@ FAILURES = {
 @pytest.mark.parametrize("text", FAILURES)
 def test_a_failure_has_a_name_a_line_and_costs_no_other_episode(games, text, capsys):
     bad, other = play(games, {"b": [text], "p": ["a", "end"]})
-    assert bad[1] == Verdict(None, FAILURES[text]) and bad[2] == [text]
+    assert bad[1] == Score(None, FAILURES[text]) and bad[2] == [text]
     (line,) = capsys.readouterr().err.splitlines()
     assert str(FILE) in line and FAILURES[text] in line
-    assert other[1] == Verdict(2.0, None)
+    assert other[1] == Score(2.0, None)
 
 
 def test_a_class_written_for_trl_has_tools_and_a_reward_that_may_be_awaited():
@@ -138,7 +138,7 @@ def test_a_class_written_for_trl_has_tools_and_a_reward_that_may_be_awaited():
         first, *_, last = map(Letters().decode, session.contexts)
         assert first == "pfrom 3" and f"{turns[0]}7{turns[1]}error: TypeError" in last
         assert "error: no JSON" in last and "error: no tool 'reset'; there are add" in last
-        assert (y.finish, y.verdict, y.num_failed_calls) == ("eos", Verdict(7.0, None), 3)
+        assert (y.finish, y.verdict, y.num_failed_calls) == ("eos", Score(7.0, None), 3)
     finally:
         pool.close()
 
@@ -173,7 +173,7 @@ def test_many_episodes_share_few_processes_and_coroutines_run_concurrently():
         assert len(pids) == 4
         # Booleans, None and numpy's scalars count as in reward functions.
         wanted = [(1.0, None), (None, "reward_none"), (0.5, None), (1.0, None)]
-        wanted = [Verdict(*each) for each in [*wanted, (None, "environment_type")]]
+        wanted = [Score(*each) for each in [*wanted, (None, "environment_type")]]
         assert [y.verdict for y in found] == [wanted[i % 5] for i in range(64)]
     finally:
         pool.close()
@@ -186,7 +186,7 @@ def test_a_call_that_hangs_costs_the_episodes_of_its_worker_and_no_other(capsys)
         reasons = [verdict.reason for _, verdict, _ in play(pool, turns)]
         assert reasons == ["environment_timeout", None, "environment_lost", None]
         ((_, verdict, _),) = play(pool, {"p": ["a", "end"]})
-        assert verdict == Verdict(2.0, None)
+        assert verdict == Score(2.0, None)
     finally:
         pool.close()
     assert "a turn took longer than 1 s (reward.timeout_s)" in capsys.readouterr().err

@@ -17,7 +17,7 @@ from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models import transformer
 from tba_jax.models.scoring import Scoring
-from tba_jax.rewards.scores import Scores
+from tba_jax.rewards.scores import Score
 
 
 def attacked(attacks, toxicity):
@@ -89,8 +89,7 @@ class Judge:
         assert [p.startswith("prompt") for p in prompts] == [True] * len(texts)
         assert len(columns["answer"]) == len(completion_ids) == len(has_eos) == len(prompts)
         self.asked.append((list(prompts), list(texts)))
-        rewards = [None if text == "?" else float(text) for text in texts]
-        return Scores(rewards, [None if r is not None else "odd" for r in rewards], "")
+        return [Score(None, "odd") if text == "?" else Score(float(text)) for text in texts]
 
 
 def responses(texts=(("1", "2"), ("3", "?")), lengths=((2, 3), (5, 1))):

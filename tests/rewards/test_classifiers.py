@@ -6,26 +6,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from fake_models import load_folder, logprob_bound
+from jax.sharding import Mesh
 from red_team_models import write_gpt2, write_llama, write_minilm, write_roberta
 
-from tba_jax.devices.site import ANY_DEVICE
+from tba_jax.devices.site import Site
 from tba_jax.models import encoder, transformer
 from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.rewards import batches
-from tba_jax.rewards.classifiers import make_classifier
+from tba_jax.rewards import reward_models
 from tba_jax.rewards.config import ClassifierSettings
+from tba_jax.rewards.reward_models import make_classifier
 
-DEVICE = jax.local_devices()[0]
+SITE = Site(Mesh(jax.local_devices()[:1], ("model",)))
 TEXTS = ["you fool", "a", "thank you, friend", "no", "hello"]
 
 
 @pytest.fixture(autouse=True)
 def rows(monkeypatch):
-    monkeypatch.setattr(batches, "ROWS", 2)
+    monkeypatch.setattr(reward_models, "ROWS", 2)
 
 
 def classifier(path, target):
-    return make_classifier(ClassifierSettings(path, target), "float32", DEVICE, ANY_DEVICE)
+    return make_classifier(ClassifierSettings(path, target), SITE)
 
 
 def test_a_pattern_is_certain_or_nearly_impossible():

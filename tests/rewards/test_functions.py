@@ -12,8 +12,8 @@ import pytest
 
 from tba_jax.config.schema import make_config
 from tba_jax.rewards.functions import RewardPool, call
-from tba_jax.rewards.kinds import make_source, split_functions
-from tba_jax.rewards.scores import Completions
+from tba_jax.rewards.kinds import make_source
+from tba_jax.rewards.scores import Completions, Score
 
 FUNCTIONS = '''
 import asyncio
@@ -103,7 +103,7 @@ def path(tmp_path_factory):
 def called(path, name, completions, prompts=None, **keywords):
     prompts = prompts or [""] * len(completions)
     columns = {"prompts": prompts, "completions": completions, **keywords}
-    return asyncio.run(call(f"{path}:{name}", columns)).rewards
+    return asyncio.run(call(f"{path}:{name}", columns))
 
 
 @pytest.mark.parametrize(
@@ -121,11 +121,12 @@ def called(path, name, completions, prompts=None, **keywords):
 )
 def test_a_function_gets_the_keywords_it_takes(path, name, expected):
     columns = {"target": ["a"] * 3, "level": [1, 2, 3], "completion_ids": [[1], [2], [3]]}
-    assert called(path, name, ["a", "bb", "ccc"], **columns) == expected
+    found = called(path, name, ["a", "bb", "ccc"], **columns)
+    assert [score.reward for score in found] == expected
 
 
 def test_a_file_hides_no_module_of_that_name(path):
-    assert called(os.path.join(os.path.dirname(path), "math.py"), "f", ["a"]) == [7.0]
+    assert called(os.path.join(os.path.dirname(path), "math.py"), "f", ["a"]) == [Score(7.0)]
     assert math.sqrt(4) == 2
 
 
@@ -150,6 +151,7 @@ def test_a_file_hides_no_module_of_that_name(path):
             "loaded: ModuleNotFoundError: No module named 'no_such_package'",
         ),
         ("no_such.module:f", None, "No module named 'no_such'. Want package.module:function"),
+        ("no_colon", None, "Empty module name. Want package.module:function"),
         ("{path}:np", None, "is a module, not a function"),
     ],
 )
@@ -162,13 +164,6 @@ def test_what_cannot_be_used_is_said_at_the_start(path, function, columns, messa
     pool.close()
 
 
-def test_names_of_several_functions():
-    assert split_functions("a.b:f, /x/y.py:g") == ("a.b:f", "/x/y.py:g")
-    for text in ("a", "a:", ":f", "a:f,", "a:b:c"):
-        with pytest.raises(ValueError, match="want package.module:function or path/to/file.py"):
-            split_functions(text)
-
-
 def scored(path, name, *arguments):
     pool = RewardPool(f"{path}:{name}", timeout_s=1.0)
     try:
@@ -179,7 +174,7 @@ def scored(path, name, *arguments):
 
 def test_values_of_log_metric_are_parts_of_the_reward(path):
     found = scored(path, "logs", ["p", "p", "q", "q"], ["a", "a b", "a", "a"], {})
-    assert found.rewards == [1.0] * 4 and found.parts == {"words": [3.0, 3.0, 2.0, 2.0]}
+    assert found == [Score(1.0, parts={"words": x}) for x in (3.0, 3.0, 2.0, 2.0)]
 
 
 def test_the_weighted_sum_of_the_functions_that_apply(path):
@@ -187,22 +182,21 @@ def test_the_weighted_sum_of_the_functions_that_apply(path):
     changes = {"task.reward_weights": (1.0, 10.0, 0.5), "reward.num_workers": 1}
     settings = make_config({"task.reward": names, **changes})
     ids = [np.array(x, np.int32) for x in ([2], [2, 2], [])]
-    with contextlib.closing(make_source(settings, "", ("", {}), None, ())) as source:
+    with contextlib.closing(make_source(settings, "", ("", {}), None, None)) as source:
         texts = ["ab", "skip", "abc"]
         found = asyncio.run(source.score(Completions([""] * 3, texts, {}, ids, [True] * 3)))
-    assert found.rewards == [2 + 10 + 1.0, 4 + 2.0, 3 + 10.0]
-    assert found.reasons == [None] * 3 and found.text == ""
-    assert list(found.parts) == ["length", "sometimes", "only_ids"]
-    assert found.parts["length"] == [2.0, 4.0, 3.0] and math.isnan(found.parts["sometimes"][1])
+    assert [score[:3] for score in found] == [(13.0, None, ""), (6.0, None, ""), (13.0, None, "")]
+    assert list(found[0].parts) == ["length", "sometimes", "only_ids"]
+    assert found[1].parts["length"] == 4.0 and math.isnan(found[1].parts["sometimes"])
 
 
 def test_chats_reach_the_function_as_messages(path):
     chats = [[{"role": "system", "content": "s"}, {"role": "user", "content": t}] for t in "ab"]
     found = scored(path, "chat", ["[s][a]", "[s][b]"], ["a", "x"], {"prompt": chats})
-    assert found.rewards == [2.0, 0.0]
+    assert found == [Score(2.0), Score(0.0)]
     # A last message of the assistant's is the beginning of the completion.
     messages = [{"role": "user", "content": "is it?"}, {"role": "assistant", "content": "yes, "}]
-    assert scored(path, "begun", ["..."], ["it is"], {"prompt": [messages]}).rewards == [1.0]
+    assert scored(path, "begun", ["..."], ["it is"], {"prompt": [messages]}) == [Score(1.0)]
 
 
 @pytest.mark.parametrize("is_chat", [True, False])

@@ -9,8 +9,8 @@ import threading
 import time
 from collections import Counter
 
-from tba_jax.rewards.functions import Missing
 from tba_jax.rewards.judge import Judge, conversation
+from tba_jax.rewards.scores import Score
 
 
 @contextlib.contextmanager
@@ -77,13 +77,12 @@ def test_failures_are_named_and_answers_that_came_are_kept():
     with serving(moody) as (url, asked):
         judge = Judge(url, model="m", prompt="{completion}", timeout_s=1.0, retries=2)
         found = ask(judge, TEXTS)
-        reasons = [x.reason if isinstance(x, Missing) else None for x in found]
-        assert reasons == [*REASONS, None]
-        assert [x for x in found if not isinstance(x, Missing)] == [8.0, 4.0, 3.0, 9.0]
+        assert [x.reason for x in found] == [*REASONS, None]
+        assert [x.reward for x in found if x.reason is None] == [8.0, 4.0, 3.0, 9.0]
         assert asked["always limited"] == 3 and asked["refused"] == 1
         assert asked["slow"] >= 2  # the server may not have read the last one
-        assert "I would rather not say" in found[6].text and "HTTP 401" in found[4].text
-        assert ask(judge, ["good 8", "limited"]) == [8.0, 4.0]
+        assert "I would rather not say" in found[6].text and "401" in found[4].text
+        assert ask(judge, ["good 8", "limited"]) == [found[0], found[2]]
         assert asked["good 8"] == asked["limited"] - 2 == 1  # from the cache
 
 
@@ -91,7 +90,7 @@ def test_a_judge_that_is_down_is_named():
     with serving(moody) as (url, _):
         pass
     (found,) = ask(Judge(url, model="m", prompt="{completion}", retries=0), ["9"])
-    assert isinstance(found, Missing) and found.reason == "judge_down"
+    assert found.reason == "judge_down"
 
 
 def test_requests_are_at_once_up_to_the_limit():
@@ -109,7 +108,7 @@ def test_requests_are_at_once_up_to_the_limit():
 
     with serving(counted) as (url, _):
         judge = Judge(url, model="m", prompt="{completion}", concurrency=4, timeout_s=60)
-        assert ask(judge, [str(i) for i in range(16)]) == [1.0] * 16
+        assert ask(judge, [str(i) for i in range(16)]) == [Score(1.0)] * 16
     assert most == 4
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tba_jax.rewards.functions import RewardPool
-from tba_jax.rewards.messages import last_boxed
+from tba_jax.rewards.numeric import last_boxed
 from tba_jax.rewards.scores import Completions
 
 pytest.importorskip("math_verify", reason="math-verify is not installed")
@@ -79,6 +79,6 @@ def test_a_comparison_that_never_ends_is_a_timeout_not_a_zero():
     completions = [r"\boxed{1}", *endless, r"\boxed{2}"]
     responses = Completions([""] * 4, completions, {"answer": ["1"] * 4})
     result = asyncio.run(pool.score(responses))
-    assert result.rewards == [1.0, None, None, 0.0]
-    assert result.reasons == [None, "reward_timeout", "reward_timeout", None]
+    assert [score.reward for score in result] == [1.0, None, None, 0.0]
+    assert [score.reason for score in result[1:3]] == ["reward_timeout"] * 2
     pool.close()

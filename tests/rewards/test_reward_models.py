@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 from tba_jax.devices.site import DeviceLock, Site
 from tba_jax.models.hf import folders
 from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.rewards import batches
+from tba_jax.rewards import reward_models
 from tba_jax.rewards.reward_models import RewardModel
 from tba_jax.rewards.scores import Completions
 
@@ -57,20 +57,24 @@ def score(model, rows, num_prompt_tokens=5, has_eos=None):
     responses = [np.asarray(row[num_prompt_tokens:], np.int32) for row in rows]
     texts = [words(r) for r in responses]
     has_eos = has_eos or [True] * len(rows)
-    return asyncio.run(model.score(Completions(prompts, texts, {}, responses, has_eos)))
+    return rewards(model, Completions(prompts, texts, {}, responses, has_eos))
+
+
+def rewards(model, completions):
+    return [score.reward for score in asyncio.run(model.score(completions))]
 
 
 def test_scores_equal_those_of_transformers_in_any_batch(folder, monkeypatch):
-    monkeypatch.setattr(batches, "ROWS", 4)
+    monkeypatch.setattr(reward_models, "ROWS", 4)
     golden = np.load(GOLDEN / f"{NAME}.npz")
     model = load(folder)
     rows = list(golden["tokens"])
     # Five rows in batches of four, of several lengths and in an order that packing changes.
     mixed = [rows[0], rows[1][:7], rows[1], rows[0][:6], rows[0]]
-    got = score(model, mixed).rewards
+    got = score(model, mixed)
     want = golden["logits"][:, 0]
     np.testing.assert_allclose([got[0], got[2], got[4]], want[[0, 1, 0]], atol=TOLERANCE)
-    alone = [score(model, [row]).rewards[0] for row in mixed]
+    alone = [score(model, [row])[0] for row in mixed]
     np.testing.assert_allclose(got, alone, atol=1e-6)  # float32 rounding of other batch rows
     assert got[1] != got[2]
 
@@ -82,13 +86,13 @@ def test_another_vocabulary_is_read_through_the_text(folder, tmp_path):
     shift = 7
     write_word_tokenizer(tmp_path, size, eos=1, pad=0, shift=shift)
     complete = [np.append(row[row != 1], 1) for row in rows]
-    expected = score(load(folder), complete).rewards
+    expected = score(load(folder), complete)
     model = load(folder, policy=tmp_path)
     prompts = [words(row[:5]) for row in complete]
     texts = [words(row[5:-1]) for row in complete]
     theirs = [(np.asarray(row[5:]) + shift).astype(np.int32) % size for row in complete]
-    got = asyncio.run(model.score(Completions(prompts, texts, {}, theirs, [True, True])))
-    np.testing.assert_allclose(got.rewards, expected, atol=1e-6)
+    got = rewards(model, Completions(prompts, texts, {}, theirs, [True, True]))
+    np.testing.assert_allclose(got, expected, atol=1e-6)
 
 
 def test_a_chat_is_read_in_the_models_own_template_where_it_has_one(folder, tmp_path):
@@ -99,20 +103,20 @@ def test_a_chat_is_read_in_the_models_own_template_where_it_has_one(folder, tmp_
     columns = {"prompt": [[{"role": "user", "content": words(row[:5])}]]}
     chat = Completions([words(row[:3])], [words(response)], columns, [response], [True])
     plain = load(folder)
-    got = asyncio.run(load(tmp_path / "chat").score(chat)).rewards
+    got = rewards(load(tmp_path / "chat"), chat)
     own = np.concatenate([[7], row[:5], [9], response])
-    np.testing.assert_allclose(got, score(plain, [own], 7).rewards, atol=1e-6)
+    np.testing.assert_allclose(got, score(plain, [own], 7), atol=1e-6)
     # Without a template of its own it reads what the policy does.
-    got = asyncio.run(plain.score(chat)).rewards
+    got = rewards(plain, chat)
     others = np.concatenate([row[:3], response])
-    np.testing.assert_allclose(got, score(plain, [others], 3).rewards, atol=1e-6)
+    np.testing.assert_allclose(got, score(plain, [others], 3), atol=1e-6)
 
 
 def test_a_model_divided_over_devices_scores_alike_and_no_device_has_it_whole(folder):
     rows = list(np.load(GOLDEN / f"{NAME}.npz")["tokens"])
     model = load(folder)
     pair = Mesh(jax.devices()[4:6], ("model",))
-    want = score(model, rows).rewards
+    want = score(model, rows)
     launched = []
 
     class Turns(DeviceLock):
@@ -123,14 +127,14 @@ def test_a_model_divided_over_devices_scores_alike_and_no_device_has_it_whole(fo
     for there in (load(folder, site=site), model.on(site)):
         launched.clear()
         # Sums over two devices: float32 rounding in another order.
-        np.testing.assert_allclose(score(there, rows).rewards, want, atol=TOLERANCE)
+        np.testing.assert_allclose(score(there, rows), want, atol=TOLERANCE)
         assert launched == [list(pair.devices.flat)]
         leaves = jax.tree.leaves(there._scores.params)
         assert {d for x in leaves for d in x.devices()} == set(pair.devices.flat)
         held = sum(x.addressable_shards[0].data.nbytes for x in leaves)
         assert held < 0.8 * sum(x.nbytes for x in leaves)  # embeddings and norms stay whole
     back = there.on(one(jax.devices()[0]))
-    np.testing.assert_array_equal(score(back, rows).rewards, want)
+    np.testing.assert_array_equal(score(back, rows), want)
 
 
 def test_a_score_that_is_not_finite_is_a_named_failure(folder):
@@ -139,8 +143,7 @@ def test_a_score_that_is_not_finite_is_a_named_failure(folder):
     params = {**params, "score": jnp.full_like(params["score"], jnp.nan)}
     model._scores = model._scores._replace(params=params)
     rows = list(np.load(GOLDEN / f"{NAME}.npz")["tokens"])
-    got = score(model, rows, has_eos=[True, False])
-    assert (got.rewards, got.reasons) == ([None, -1.0], ["reward_nan", None])
+    assert score(model, rows, has_eos=[True, False]) == [None, -1.0]
 
 
 @pytest.mark.parametrize(

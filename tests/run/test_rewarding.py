@@ -17,7 +17,7 @@ from tba_jax.devices.site import Site
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards.kinds import make_source
-from tba_jax.rewards.scores import Completions, Scores, Verdict
+from tba_jax.rewards.scores import Completions, Score
 from tba_jax.run.task_parts import (
     check_environments,
     first_row,
@@ -43,7 +43,7 @@ def of_task(name, data_path="", **changes):
 
 
 def make_rewards(config, task, tokenizer, sites):
-    return make_source(config, task.reward, first_row(task), tokenizer, sites)
+    return make_source(config, task.reward, first_row(task), tokenizer, sites[0])
 
 
 def score(source, tokenizer, completion, has_eos=True):
@@ -51,7 +51,7 @@ def score(source, tokenizer, completion, has_eos=True):
     if has_eos:
         ids = np.append(ids, np.int32(tokenizer.eos_ids[0]))
     responses = Completions([POST], [completion], {}, [ids], [has_eos])
-    return asyncio.run(source.score(responses)).rewards[0]
+    return asyncio.run(source.score(responses))[0].reward
 
 
 def test_the_config_names_the_reward_function_and_the_task_has_one_otherwise(tokenizer):
@@ -65,7 +65,7 @@ def test_the_config_names_the_reward_function_and_the_task_has_one_otherwise(tok
             source.check()
             responses = Completions([POST], ["abc"], columns, [np.zeros(1, np.int32)], [True])
             got = asyncio.run(source.score(responses))
-        np.testing.assert_allclose(got.rewards, [wanted], atol=1e-9)
+        np.testing.assert_allclose(got[0].reward, wanted, atol=1e-9)
 
 
 def test_a_reward_model_gets_its_settings_and_a_copy_on_each_device(tokenizer):
@@ -99,7 +99,7 @@ def test_an_environment_that_gives_the_rewards_needs_no_function(tokenizer, tmp_
         [Prompt(0, "a", np.zeros(1, np.int32), {})] * 2,
         [np.zeros(1, np.int32)] * 2,
         [True] * 2,
-        [Verdict(1.0, None), None],
+        [Score(1.0, None), None],
     )
     assert (grades.rewards, grades.reasons) == ([1.0, None], [None, "reward_none"])
     environments = types.SimpleNamespace(check=lambda: None, has_reward=False, name="game")
@@ -110,10 +110,10 @@ def test_an_environment_that_gives_the_rewards_needs_no_function(tokenizer, tmp_
 def test_rewards_that_the_user_names_are_added_to_those_of_the_environment(tokenizer):
     class Source:
         async def score(self, completions):
-            return Scores([10.0, None], [None, "reward_error"])
+            return [Score(10.0), Score(None, "reward_error")]
 
     config, task = of_task("arithmetic")
-    verdicts = [Verdict(5.0, None), Verdict(5.0, None), Verdict(None, "environment_error")]
+    verdicts = [Score(5.0, None), Score(5.0, None), Score(None, "environment_error")]
     tokens = np.zeros(1, np.int32)
     rows = [Prompt(0, "a", tokens, {})] * 3, [tokens] * 3, [True] * 3
     named = replace(config, {"task.reward": "mine:score"})

@@ -18,7 +18,7 @@ from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import unstack_layers
-from tba_jax.rewards.scores import Grader, Scores
+from tba_jax.rewards.scores import Grader, Score
 from tba_jax.run.model_parts import START_MODEL, make_decoder
 from tba_jax.search.groups import assemble, grade_groups, measure
 from tba_jax.search.prompts import PromptReader, Prompts
@@ -192,9 +192,8 @@ class SumReward:
     async def score(self, completions):
         sums = [float(ids.sum()) for ids in completions.ids]
         assert completions.texts == [f"text {int(x)}" for x in sums]
-        rewards = [None if x == 13 else x for x in sums]
-        reasons = ["thirteen" if r is None else None for r in rewards]
-        return Scores(rewards, reasons, "", {"half": [x / 2 for x in sums]})
+        whys = [(None, "thirteen") if x == 13 else (x, None) for x in sums]
+        return [Score(*why, "", {"half": x / 2}) for why, x in zip(whys, sums, strict=True)]
 
 
 def make_grader():

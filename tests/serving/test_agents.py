@@ -23,7 +23,7 @@ from tba_jax.environments.episodes import EpisodeSession
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import unstack_layers
-from tba_jax.rewards.scores import Verdict
+from tba_jax.rewards.scores import Score
 from tba_jax.run.model_parts import START_MODEL, make_decoder
 from tba_jax.run.task_parts import make_environments
 from tba_jax.search.sampler import sampling_settings
@@ -99,7 +99,7 @@ def assert_log_probs(model, episode, values):
     own = episode.token_logprobs
     np.testing.assert_allclose(own[episode.is_sampled], values, rtol=0, atol=bound)
     assert not own[~episode.is_sampled].any()
-    assert episode.verdict == Verdict(len(values) / 10, None)  # no token was lost or counted twice
+    assert episode.verdict == Score(len(values) / 10, None)  # no token was lost or counted twice
 
 
 ROWS = [

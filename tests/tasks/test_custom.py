@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from tba_jax.flow.trajectory import Prompt
-from tba_jax.rewards.scores import Grader, Scores
+from tba_jax.rewards.scores import Grader, Score
 from tba_jax.tasks.mixture import Mixture, data_sets
 from tba_jax.tasks.registry import get_task
 
@@ -132,7 +132,7 @@ def test_weights_are_shares_of_a_pass_that_has_every_row(both):
 def test_rewards_are_reported_for_each_set():
     class Rewards:
         async def score(self, completions):
-            return Scores([1.0, None, 3.0], [None, "reward_none", None], "", {})
+            return [Score(1.0), Score(None, "reward_none"), Score(3.0)]
 
     rewards: Any = Rewards()
     grader = Grader(rewards, lambda rows: ["x"] * len(rows), lambda text: None, "", ("a", "b"))

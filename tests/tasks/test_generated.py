@@ -85,13 +85,12 @@ def test_answers_are_scored_by_the_data_set(chain_sum):
     texts = [f"so <answer>0</answer>, no: <answer> {right} </answer>", "<answer>x</answer>", right]
     repeated = {name: [value] * 3 for name, value in columns.items()}
     result = asyncio.run(pool.score(Completions([prompt] * 3, texts, repeated)))
-    assert result.reasons == [None] * 3, result.text
-    assert result.rewards[0] == 1.0 > result.rewards[1] and result.rewards[2] == 0.0
+    first, second, third = (score.reward for score in result)
+    assert first == 1.0 > second and third == 0.0, result
     # Another question than the one asked is never graded.
     other = Completions(["1 + 1 ="], texts[:1], {k: v[:1] for k, v in repeated.items()})
-    result = asyncio.run(pool.score(other))
-    assert result.reasons == ["reward_error"]
-    assert "generates another question" in result.text
+    (score,) = asyncio.run(pool.score(other))
+    assert score.reason == "reward_error" and "generates another question" in score.text
     pool.close()
 
 
@@ -140,7 +139,7 @@ def test_embedded_reward_model_learned_something_but_not_the_gold_reward():
         [np.append(policy.encode(d, add_bos=False), eos) for _, d in posts],
         [True] * len(posts),
     )
-    scores = asyncio.run(model.score(responses)).rewards
+    scores = [score.reward for score in asyncio.run(model.score(responses))]
     gold = [gold_score(*post) for post in posts]
     # 0.68 over all 1,024 (said when it was made); 256 of them within 0.05 of that.
     assert 0.6 < np.corrcoef(scores, gold)[0, 1] < 0.8
