@@ -230,22 +230,15 @@ class _Worker:
 
 
 class Job:
-    """One call of a reward, or one episode of an environment, in a worker; one thread uses it."""
+    """One call of a reward, or one episode of an environment, in a worker.
+
+    Only the thread of the pool's loop uses it, except for the deadline.
+    """
 
     def __init__(self, pool: "WorkerPool") -> None:
         self._pool, self._number = pool, next(pool.numbers)
         self._worker: _Worker | None = None
         self._since_s = 0.0  # start of the deadline
-
-    def send(self, message: Any, timeout_s: float, doing: str) -> "Future[Any]":
-        """Send a message; the result of the future is the answer, or a `WorkerFailed`.
-
-        Args:
-            message: any object that can be pickled.
-            timeout_s: deadline, counted from the time at which the worker is free for the message.
-            doing: subject for the text of a failure, as in "reset took longer than 2 s".
-        """
-        return self._pool.run(self.ask(message, timeout_s, doing))
 
     def suspend_deadline(self) -> None:
         """Suspend the deadline: the job owes an answer, but waits for the parent."""
@@ -255,14 +248,17 @@ class Job:
         """Restart the deadline of the message without an answer."""
         self._since_s = time.monotonic()
 
-    def close(self) -> None:
-        """Give the place in the worker back. A job that has not ended is cancelled."""
-        self._pool.run(self.leave())
-
-    # Coroutines of the pool's loop.
-
     async def ask(self, message: Any, timeout_s: float, doing: str) -> Any:
-        """Send a message and return its answer, as `send`."""
+        """Send a message and return its answer.
+
+        Args:
+            message: any object that can be pickled.
+            timeout_s: deadline, counted from the time at which the worker is free for the message.
+            doing: subject for the text of a failure, as in "reset took longer than 2 s".
+
+        Raises:
+            WorkerFailed: there is no answer.
+        """
         if self._worker is None:
             self._worker = self._pool.idlest()
             self._worker.jobs.add(self._number)
@@ -282,7 +278,7 @@ class Job:
         return answer.result()
 
     async def leave(self) -> None:
-        """Give the place back, as `close`."""
+        """Give the place in the worker back. A job that has not ended is cancelled."""
         worker = self._worker
         if worker is None or worker.is_ended or self._number not in worker.jobs:
             return
@@ -329,7 +325,7 @@ class WorkerPool:
         return Job(self)
 
     def call(self, message: Any, timeout_s: float, doing: str) -> "Future[Any]":
-        """Return the answer to a job of one message, as `Job.send`; it waits for an idle worker."""
+        """Return the answer to a job of one message, as `Job.ask`; it waits for an idle worker."""
         return self.run(self._call(message, timeout_s, doing))
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> "Future[Any]":

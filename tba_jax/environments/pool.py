@@ -85,10 +85,9 @@ class EnvironmentPool:
         if self._is_checked:
             return
         subject = f"task.environment = {self.name!r}"
-        job = self.workers.open()
+        message = ("describe", self._has_schemas)
         try:
-            message = ("describe", self._has_schemas)
-            answer = job.send(message, self.timeout_s, "its creation").result()
+            answer = self.workers.call(message, self.timeout_s, "its creation").result()
         except WorkerFailed as error:
             remedy = f"Its output is in {self._logs}"
             if error.name == "timeout":
@@ -100,7 +99,6 @@ class EnvironmentPool:
                 "path/to/file.py:NAME, a class without constructor arguments or a function "
                 "run(base_url, row)"
             )
-        job.close()
         self.has_reward, self.has_tools = answer["has_reward"], answer["has_tools"]
         self.is_agent, self.schemas = answer["is_agent"], answer["schemas"]
         if not answer["shares_workers"]:
