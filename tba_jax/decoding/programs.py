@@ -252,9 +252,7 @@ class Programs:
             wide = jnp.pad(old, ((0, 0), (0, 0), (0, new.shape[2]), (0, 0)))
             return _written(wide, new, positions[:, 0])[:, :, : old.shape[2]]
 
-        def attend(
-            q: Array, k: Array, v: Array, scores: attention.Scores, before: Any
-        ) -> tuple[Array, KVCache]:
+        def attend(q: Array, k: Array, v: Array, scores: attention.Scores, before: Any) -> Any:
             new = KVCache(jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2))
             if before is None:
                 kernels = self._kernels
@@ -388,9 +386,7 @@ class Programs:
         step, (number, last, count, is_live) = carry.step, carry.progress
         is_new = attention.causal(jnp.ones((len(start), 1), bool), is_right_padded=True)
 
-        def attend(
-            q: Array, k: Array, v: Array, scores: attention.Scores, caches: Any
-        ) -> tuple[Array, KVCache]:
+        def attend(q: Array, k: Array, v: Array, scores: attention.Scores, caches: Any) -> Any:
             history, recent = caches
             return attention.attend_cached(q, k, v, history, start, recent, step, scores)
 
@@ -446,13 +442,12 @@ class Programs:
         mesh = None if sharding is None else cast("jax.sharding.Mesh", sharding.mesh)
 
         def layer(params: Params, x: Array, angles: Any, cache: Any, kind: LayerKind) -> Any:
-            def attend_in(q: Array, k: Array, v: Array, sinks: Array | None) -> Any:
-                return attend(q, k, v, transformer.scores_of(kind, config, sinks), cache)
+            def use(*inputs: Any) -> Any:
+                if kind == "delta":
+                    return mix(*inputs, cache)
+                *qkv, sinks = inputs
+                return attend(*qkv, transformer.scores_of(kind, config, sinks), cache)
 
-            def mix_in(inputs: delta.Inputs) -> Any:
-                return mix(inputs, cache)
-
-            use = mix_in if kind == "delta" else attend_in
             return transformer.run_layer(params, x, angles, use, config=config, mesh=mesh)
 
         # An inner jit traces each kind of layer once; XLA inlines it.

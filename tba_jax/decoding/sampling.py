@@ -28,8 +28,6 @@ _FULL = 2**31 - 2**20
 # Weights lie in [0, 1]. The float32 bit patterns of such values have 30 bits and the same order.
 _WEIGHT_BITS = 30
 
-Weights = Callable[[Float32[Array, "b n e"]], Float32[Array, "b n e"]]
-
 
 def random_bits(
     row_keys: UInt32[Array, "b 2"], first_step: Int32[Array, " b"], num_steps: int
@@ -110,7 +108,7 @@ def sample_tokens(
 
 
 def _draw(
-    blocks: Float32[Array, "b n e"], weights: Weights, bits: UInt32[Array, "b 2"]
+    blocks: Float32[Array, "b n e"], weights: Callable[[Array], Array], bits: UInt32[Array, "b 2"]
 ) -> tuple[Int32[Array, " b"], Float32[Array, " b"]]:
     """Return (token, log-prob) of a draw in proportion to weights(blocks)."""
     sums = _of_blocks(blocks, lambda x, axis: jnp.sum(weights(x), axis=axis))
