@@ -184,7 +184,7 @@ def test_pickled_weights_are_refused(tmp_path):
 
 
 def test_paths_that_hold_no_model_are_named(tmp_path):
-    with pytest.raises(ValueError, match="nowhere' is neither a folder"):
+    with pytest.raises(ValueError, match="nowhere' is not a folder"):
         load_folder(tmp_path / "nowhere")
     with pytest.raises(ValueError, match=r"no config\.json there"):
         load_folder(tmp_path)
@@ -207,7 +207,7 @@ def test_a_hub_id_that_cannot_be_fetched_is_one_clear_error(monkeypatch):
         raise huggingface_hub.errors.LocalEntryNotFoundError("no connection\nsecond line")
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    with pytest.raises(ValueError, match=r"'some/model' is neither .* \(no connection\)"):
+    with pytest.raises(ValueError, match=r"'some/model' is not .* \(this: no connection\)"):
         folders.resolve("some/model")
 
 

@@ -53,8 +53,8 @@ def resolve(path_or_hub_id: str | os.PathLike[str], *, with_weights: bool = True
     except (OSError, HFValidationError) as error:
         reason = str(error).splitlines()[0]
         raise ValueError(
-            f"model {name!r} is neither a folder here nor a Hugging Face repository that can be "
-            f"fetched ({reason}). Check the spelling, or download it first and give its folder"
+            f"model {name!r} is not a folder. Give a folder with config.json and *.safetensors, or "
+            f"the ID of a Hugging Face repository that can be fetched (this: {reason})"
         ) from error
 
 
