@@ -247,7 +247,7 @@ def attend(
     k, v, rows = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), jnp.transpose(q, (0, 2, 3, 1, 4))
     found = score(rows.reshape(b, g, r * s, e), k, scores.cap).reshape(b, g, r, s, c)
     weights = softmax((found + bias[:, None, None],), scores.sinks_like((b, g, r, s), (1, 2)))[0]
-    out = average(weights.reshape(b, g, r * s, c), v).reshape(b, g, r, s, e)
+    out = average(weights.reshape(b, g, r * s, c), v, v.dtype).reshape(b, g, r, s, e)
     return jnp.transpose(out.astype(q.dtype), (0, 3, 1, 2, 4))
 
 
@@ -261,11 +261,16 @@ def score(
 
 
 def average(
-    weights: Float[Array, "*b m c"], values: Float[Array, "*b c e"]
+    weights: Float[Array, "*b m c"], values: Float[Array, "*b c e"], dtype: Any = None
 ) -> Float[Array, "*b m e"]:
-    """Return the weighted sums of values; weights are rounded to their dtype."""
-    narrow, wide = weights.astype(values.dtype), weights.dtype
-    return jnp.einsum("...mc,...ce->...me", narrow, values, preferred_element_type=wide)
+    """Return the weighted sums of values; weights are rounded to their dtype.
+
+    Args:
+        dtype: dtype of the sums, and of their gradient; None: that of the weights, for sums that
+            are added to others.
+    """
+    narrow, dtype = weights.astype(values.dtype), dtype or weights.dtype
+    return jnp.einsum("...mc,...ce->...me", narrow, values, preferred_element_type=dtype)
 
 
 def softmax(parts: tuple[Array, ...], sinks: Array | None = None) -> tuple[Array, ...]:

@@ -131,15 +131,13 @@ class _Chunks(NamedTuple):
 
     Attributes:
         seen: bool [b n c c], the tokens of the chunk that each token depends on, including itself.
-        from_last: float32 [b n c], 1 if a token depends on the state after the previous chunk.
-        from_prompt: float32 [b n c], 1 if a token depends on the state after the last prompt
-            before the chunk; None: rows without shared prompts.
+        starts: float32 [b n c], 1 if a token depends on the state after the previous chunk; for
+            rows with shared prompts also on the state after the last prompt before the chunk.
         prompt_end: int32 [b n], index of the last token of a prompt in each chunk; -1 without one.
     """
 
     seen: Array
-    from_last: Array
-    from_prompt: Array | None
+    starts: tuple[Array, ...]
     prompt_end: Array | None
 
 
@@ -151,25 +149,21 @@ def _chunks(visible: Visible, c: int) -> _Chunks:
     causal = jnp.tril(jnp.ones((1, 1, c, c), bool))
     if visible.segments is None:
         num = -(-visible.mask.shape[1] // c)
-        return _Chunks(causal, jnp.ones((1, num, c)), None, None)
+        return _Chunks(causal, (jnp.ones((1, num, c)),), None)
     segments = divided(visible.segments, 0)
     related = segments[..., None] == segments[..., None, :]
     before = jnp.pad(segments[:, :-1, -1:], ((0, 0), (1, 0), (0, 0)), constant_values=-1)
     from_last = segments == before
     if visible.prompts is None:
-        return _Chunks(causal & related, from_last.astype(jnp.float32), None, None)
+        return _Chunks(causal & related, (from_last.astype(jnp.float32),), None)
     of_queries, of_keys = divided(visible.prompts[0], 0), divided(visible.prompts[1], -1)
     related = related | (of_queries[..., None] == of_keys[..., None, :])
     newest = jax.lax.cummax(jnp.max(of_keys, axis=2), axis=1)
     newest = jnp.pad(newest[:, :-1], ((0, 0), (1, 0)), constant_values=-1)
     from_prompt = ~from_last & (of_queries == newest[..., None])
     prompt_end = jnp.max(jnp.where(of_keys > 0, jnp.arange(c)[None, None], -1), axis=2)
-    return _Chunks(
-        causal & related,
-        from_last.astype(jnp.float32),
-        from_prompt.astype(jnp.float32),
-        prompt_end,
-    )
+    starts = from_last.astype(jnp.float32), from_prompt.astype(jnp.float32)
+    return _Chunks(causal & related, starts, prompt_end)
 
 
 def _delta_rule(
@@ -205,20 +199,16 @@ def _delta_rule(
     kept, scaled = jnp.exp(total)[..., None], keys * rate[..., None]
     own = _product(q, transposed) * pairs
 
-    def from_state(continues: Array | None) -> tuple[Array, Array, Array]:
+    def from_state(continues: Array) -> tuple[Array, Array, Array]:
         """Return the factors by which a state enters corrections, outputs and later states."""
-        assert continues is not None
         factor = kept * continues[:, :, None, None, :, None]
         return _product(inverse, scaled * factor), q * factor, factor
 
-    starts = [from_state(of.from_last)]
-    if of.from_prompt is not None:
-        starts.append(from_state(of.from_prompt))
-
+    starts = tuple(map(from_state, of.starts))
     if memory is None:
         memory = jnp.zeros((b, h, r, k, f), new.dtype)
     states = (memory.astype(new.dtype),) * len(starts)
-    chunks = (new, own, keys, pairs, tuple(starts), of.prompt_end)
+    chunks = (new, own, keys, pairs, starts, of.prompt_end)
     if keys.shape[1] == 1:
         states, out = _run_chunk(states, jax.tree.map(lambda x: x[:, 0], chunks))
         out = out[:, None]
