@@ -146,7 +146,9 @@ def write_report_json(run: Run) -> dict[str, Any]:
 
 def _figures(record: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """Return the figures of an evaluation, without texts."""
-    return record and {k: v for k, v in record.items() if k not in ("texts", "rewards")}
+    if record is None:
+        return None
+    return {k: v for k, v in record.items() if k not in ("texts", "rewards")}
 
 
 def _samples(run: Run, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dict[str, Any]]:

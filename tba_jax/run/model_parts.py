@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -208,7 +208,8 @@ def make_step_programs(
     config: Config, policy: TransformerConfig, tokenizer: Tokenizer, shardings: StepShardings
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return the jitted train step, and the jitted pass that scores the reference."""
-    o, layout = config.objective, make_layout(config, tokenizer, shardings.batch.mesh)
+    mesh = cast("Mesh", shardings.batch.mesh)
+    o, layout = config.objective, make_layout(config, tokenizer, mesh)
     settings = StepSettings(
         objective=o.built,
         scoring=make_scoring(config, tokenizer),

@@ -186,7 +186,8 @@ def make_measures(
         gold: judge of the win rate; None: the win rate is not measured.
         start_params: returns the start model's weights on a site, at the first measurement.
     """
-    found = dict.fromkeys(sites, () if gold is None else (WinRate(gold, tokenizer).measure,))
+    of_gold: tuple[Measure, ...] = () if gold is None else (WinRate(gold, tokenizer).measure,)
+    found = dict.fromkeys(sites, of_gold)
     if config.eval.reference_metrics:
         scoring = model_parts.make_scoring(config, tokenizer)
         padding = model_parts.make_padding(config, tokenizer)
