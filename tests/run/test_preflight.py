@@ -60,7 +60,7 @@ BROKEN = {
     "a function that fails": ({"task__reward": "{}/rewards.py:raises"}, "undefined"),
     "a misspelt function": ({"task__reward": "{}/rewards.py:scroe"}, "has no attribute 'scroe'"),
     "a missing column": ({"task__columns": "prompt=query"}, "no column 'query'"),
-    "a missing model": ({"model__path": "{}/model"}, "/model' is neither a folder"),
+    "a missing model": ({"model__path": "{}/model"}, "/model' is not a folder"),
     "a damaged row": ({"task__data_path": "{}/bad.jsonl"}, "bad.jsonl, line 2"),
     "a value out of range": ({"batch__num_prompts": 0}, "num_prompts = 0: must be at least 1"),
     "a function without its column": (
