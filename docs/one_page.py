@@ -25,7 +25,7 @@ from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.flow.padding import left_pad
 from tba_jax.models import model as models
-from tba_jax.models.logprobs import token_logprobs
+from tba_jax.models.logprobs import row_token_logprobs
 from tba_jax.models.scoring import Scoring
 from tba_jax.tasks.arithmetic import problem
 from tba_jax.train.groups import of_sums
@@ -67,16 +67,17 @@ def make_logprob(config: Any) -> Any:
     """Return (params, groups) -> log pi(y|x), float32 [p k], summed over the response tokens."""
 
     def logprob(params: Any, groups: Groups) -> jax.Array:
-        by_token = token_logprobs(
+        p, k, s = groups.tokens.shape
+        by_token = row_token_logprobs(
             params,
-            groups.tokens,
-            groups.prompt_lengths,
-            groups.response_lengths,
+            groups.tokens.reshape(p * k, s),
+            groups.prompt_lengths.reshape(p * k),
+            groups.response_lengths.reshape(p * k, 1),
             response_bucket=RESPONSE_TOKENS,
             config=config,
             scoring=Scoring(),
         )
-        return by_token.sum(-1)
+        return by_token.sum(-1).reshape(p, k)
 
     return logprob
 
