@@ -162,7 +162,7 @@ class _Worker:
                 name = f"{pool.kind}-{socket.gethostname()}-{os.getpid()}-{number}.log"
                 output = stack.enter_context(open(pool.logs / name, "ab"))
             self.process = subprocess.Popen(
-                command, stdin=theirs, stdout=output, stderr=output, process_group=0
+                command, stdin=theirs.fileno(), stdout=output, stderr=output, process_group=0
             )
         loop = asyncio.get_running_loop()
         connecting = asyncio.open_connection(sock=ours, limit=MOST_ANSWER_BYTES)

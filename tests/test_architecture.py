@@ -173,7 +173,7 @@ LIMITS = {
     "remote": 1050,
     "planning": 2300,
     "tasks": 1312,
-    "environments": 1442,
+    "environments": 1445,
     "serving": 1426,
 }
 

@@ -325,6 +325,7 @@ class Environment:
             last, version = self.attempt.prompt.tokens[-1:], np.array(self._versions[:1])
             paths = [_Path(last, np.zeros(1), np.ones(1, bool), version)]
         tokens, logprobs, is_sampled, versions = map(np.concatenate, zip(*paths, strict=True))
+        oldest, newest = self._versions
         return Episode(
             self.attempt.request,
             self.attempt.sample,
@@ -332,7 +333,8 @@ class Environment:
             logprobs.astype(np.float32),
             is_sampled,
             finish,
-            *self._versions,
+            oldest,
+            newest,
             self.attempt.settings.temperature,
             verdict,
             environment_s,
@@ -360,6 +362,7 @@ class Agent(Environment):
 
     def __init__(self, pool: Any, attempt: Attempt, sample: Sample) -> None:
         super().__init__(pool, attempt, sample)
+        self.id = ""  # part of its base URL, given by the pool
         self._turns: list[_Turn] = []  # newest turn of each path
         self._free = asyncio.Lock()  # held while a request is open
         self._open: asyncio.Task[Any] | None = None  # the open request

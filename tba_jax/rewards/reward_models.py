@@ -42,7 +42,7 @@ _GUARD_TOKENS = 512
 # finite and every further match changes the mean.
 _MISS_PROB = 0.01
 
-Program = Callable[[Params, Array, Array], Array]
+Program = Callable[[Params, Any, Any], Array]
 """Jitted (params, tokens [b s], mask [b s]) -> scores [b]; rows are right-padded."""
 Classifier = Callable[[Sequence[str], Sequence[str]], np.ndarray]
 """Thread-safe (prompts, responses) -> log p(target class) of each response, float64 [n]."""

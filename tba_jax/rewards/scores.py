@@ -234,8 +234,8 @@ class Grader:
         given = verdicts or [None] * n
         scores, asked = [Score(None, NONE)] * n, [i for i in range(n) if self._asks(given[i])]
         if asked and self.rewards is not None:
-            table = (prompts, texts, responses, has_eos)
-            chosen = responses_to(*([column[i] for i in asked] for column in table))
+            columns: Any = prompts, texts, responses, has_eos
+            chosen = responses_to(*([column[i] for i in asked] for column in columns))
             for i, score in zip(asked, asyncio.run(self.rewards.score(chosen)), strict=True):
                 scores[i] = score
         for i, verdict in enumerate(given):

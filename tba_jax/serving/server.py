@@ -52,7 +52,7 @@ class RequestQueue:
     def __init__(self, served: Served) -> None:
         self._served = served
         # New calls with the receiver of their updates; None: the call is cancelled.
-        self._arrived: queue.SimpleQueue[tuple[Call, Callable[..., None] | None]] = (
+        self._arrived: queue.SimpleQueue[tuple[Call, Callable[..., Any] | None]] = (
             queue.SimpleQueue()
         )
         # By the session's number of a request: call, receiver, and number of unfinished samples;
