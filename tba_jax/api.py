@@ -243,8 +243,7 @@ class SavedRun:
         from tba_jax.replay.records import from_snapshot
         from tba_jax.run.checkpoint import load_host_state
 
-        saved = load_host_state(str(self.workdir))[1]["buffer"]
-        prompts, packed, packer = from_snapshot(*saved)
+        prompts, packed, packer = from_snapshot(*load_host_state(str(self.workdir))[1]["buffer"])
         return {
             prompt.text: [packer.unpack(y) for y in own]
             for prompt, own in zip(prompts, packed, strict=True)
