@@ -81,7 +81,7 @@ def run_command(main: Callable[[], int]) -> int:
             raise
         sys.stdout.flush()  # detects a full disk here instead of at the interpreter's exit
         return code
-    except Exception as error:  # reported, with its traceback in a file
+    except Exception as error:  # `tell` prints it
         is_unread = isinstance(error, BrokenPipeError) and _has_no_reader()
         if isinstance(error, OSError):
             try:
