@@ -209,6 +209,11 @@ def test_tests_stay_within_their_limit(rooms):
     assert lines <= limit, f"tests of {rooms} have {lines} lines; wanted at most {limit}"
 
 
+def test_files_of_tests_have_names_of_their_own():
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert sorted(set(names)) == sorted(names), "pytest imports one file of each name"
+
+
 def test_launch_scripts_stay_within_their_limit():
     paths = [*(ROOT / "launch").glob("*.sh"), *(ROOT / "launch").glob("*.yaml")]
     files = {path.name: path.read_text().count("\n") for path in paths}

@@ -2,7 +2,7 @@
 """Digests of the files of a folder: storage may return other bits than Orbax wrote.
 
 A digest is the CRC-32C of a file. It detects accidents, not deliberate changes.
-Invariant: `damage` names every listed file whose content changed (tests/storage/test_steps.py).
+Invariant: `damage` names each listed file that changed (tests/storage/test_saved_steps.py).
 """
 
 import json

@@ -2,7 +2,7 @@
 """Numbered folders that Orbax writes: checkpoints and published weights.
 
 A folder is complete or invisible, and has the digests of its files and the ID of its run.
-Invariant: only folders of this run are deleted (tests/storage/test_steps.py).
+Invariant: only folders of this run are deleted (tests/storage/test_saved_steps.py).
 """
 
 import contextlib
