@@ -48,7 +48,7 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
             f"search.num_devices={num}: there are only {len(devices)} devices. Set "
             f"--config.search.num_devices={len(devices)}"
         )
-    task = parts.make_task(config)
+    task = config.task.open()
     tokenizer = Tokenizer.load(folder)
     source = reading_mesh(model_config.hidden_size, devices)
     site = Site(Mesh(np.array(devices[:num]), ("model",)))
@@ -70,7 +70,7 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
             stack.callback(part.close if part else lambda: None)
             return part
 
-        row = parts.first_row(task)
+        row = task.first_row()
         rewards = closed(make_source(config, task.reward, row, tokenizer, site))
         environments = closed(parts.make_environments(config, tokenizer))
         gold = closed(parts.make_gold(config, task, tokenizer, site))

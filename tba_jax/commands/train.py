@@ -114,7 +114,7 @@ def preflight(config: Config) -> None:
     from tba_jax.search.prompts import text_of
 
     validate(config)
-    task = task_parts.make_task(config)
+    task = config.task.open()
     task.size("train")
     model = model_parts.describe_model(config, with_weights=False)
     model_parts.longest_sequence(config, model.config)

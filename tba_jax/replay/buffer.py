@@ -382,6 +382,11 @@ class ReplayBuffer:
         with self._lock:
             return self._ledger.warnings(self._settings)
 
+    def economy(self) -> dict[str, Any]:
+        """Return the shares of used responses and groups, and warnings."""
+        stats, names = self.stats(), ("trained_share", "length_rank", "effective_m")
+        return {**{x: stats[f"buffer/{x}"] for x in names}, "warnings": self.warnings()}
+
     # --- checkpoints ---------------------------------------------------------------------------
 
     def state(self) -> PartState:

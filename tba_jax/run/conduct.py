@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A trainer process of a run in a claimed work directory, from the build to the report."""
 
+import itertools
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -8,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import numpy as np
 from rich.console import Console
 
 from tba_jax.config.advice import notes
@@ -19,7 +19,6 @@ from tba_jax.devices.platform import open_cache
 from tba_jax.devices.worker import StopFlag
 from tba_jax.remote.channel import ChannelServer
 from tba_jax.remote.client import Client
-from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.report.jsonl import jsonable, stream_jsonl
 from tba_jax.report.process import ReportProcess
 from tba_jax.report.progress import ProgressDisplay
@@ -29,7 +28,6 @@ from tba_jax.run.errors import out_of_memory
 from tba_jax.run.loop import train
 from tba_jax.run.records import combined
 from tba_jax.run.shared import RunClock
-from tba_jax.run.task_parts import make_task
 from tba_jax.run.workdir import run_id_of
 from tba_jax.storage.whole_files import write_json
 
@@ -57,7 +55,7 @@ def conduct(
             or its storage fails.
         UserError: the reward function cannot be used.
     """
-    task, is_primary = make_task(config), cluster.is_primary
+    task, is_primary = config.task.open(), cluster.is_primary
     display = ProgressDisplay(
         config.num_steps,
         kind=next(iter(task.response_kinds), ""),
@@ -119,9 +117,9 @@ def write_report_json(run: Run) -> dict[str, Any]:
             "trained": counters.trained_tokens / wall_s,
         },
         "idle_s": {"trainer": counters.wait_s, "searchers": owner.idle_s},
-        "staleness": staleness_summary(counters.staleness_counts),
+        "staleness": counters.staleness(),
         "ledger": {**run.buffer.ledger(), **owner.ledger()},
-        "economy": economy_summary(run.buffer),
+        "economy": run.buffer.economy(),
         "sync": {
             "count": counters.num_syncs,
             "mean_s": counters.sync_total_s / max(1, counters.num_syncs),
@@ -151,34 +149,13 @@ def _figures(record: Mapping[str, Any] | None) -> dict[str, Any] | None:
     return {k: v for k, v in record.items() if k not in ("texts", "rewards")}
 
 
-def _samples(run: Run, before: Mapping[str, Any], after: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _samples(run: Run, *records: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the first held-out prompts, with a response before and a response after training."""
-    prompts = run.evaluator.prompts
-    if len(prompts) == 1:  # Show several responses of the only prompt.
-        prompts = prompts * len(before["texts"])
-    shown = zip(
-        [prompt.text for prompt in prompts],
-        [prompt.columns.get("answer", "") for prompt in prompts],
-        *(before["texts"], before["rewards"], after["texts"], after["rewards"]),
-        strict=False,
-    )
-    names = ("prompt", "answer", "before", "before_reward", "after", "after_reward")
-    return [dict(zip(names, values, strict=True)) for values in shown]
-
-
-def economy_summary(buffer: ReplayBuffer) -> dict[str, Any]:
-    """Return the shares of used responses and groups, and warnings."""
-    stats, names = buffer.stats(), ("trained_share", "length_rank", "effective_m")
-    return {**{name: stats[f"buffer/{name}"] for name in names}, "warnings": buffer.warnings()}
-
-
-def staleness_summary(counts: Mapping[int, int]) -> dict[str, float]:
-    """Return mean, median, 95th percentile and maximum of the staleness of trained trajectories.
-
-    `counts` has the number of uses of a trajectory at each staleness; an empty one gives {}.
-    """
-    if not counts:
-        return {}
-    uses = np.repeat([*counts], [*counts.values()])
-    p50, p95 = np.percentile(uses, [50, 95], method="inverted_cdf").tolist()
-    return {"mean": float(uses.mean()), "p50": p50, "p95": p95, "max": int(uses.max())}
+    columns = [record[name] for record in records for name in ("texts", "rewards")]
+    names = ("before", "before_reward", "after", "after_reward")
+    return [
+        {"prompt": x.text, "answer": x.columns.get("answer", "")}
+        | dict(zip(names, values, strict=True))
+        # The only prompt has all responses.
+        for x, *values in zip(itertools.cycle(run.evaluator.prompts), *columns, strict=False)
+    ]

@@ -34,7 +34,8 @@ from tba_jax.remote.messages import Plan
 from tba_jax.remote.owner import Owner
 from tba_jax.run.build import Run
 from tba_jax.run.errors import RunError, Watchdog
-from tba_jax.run.search_process import POLL_S, search, search_workers, stop_workers
+from tba_jax.run.search_process import search
+from tba_jax.search.searcher import POLL_S, stop_workers
 from tba_jax.train.trainer import Finished
 from tba_jax.weights.memory import DELIVERY_S, Weights
 
@@ -87,7 +88,7 @@ class Loop:
         self._watchdog = Watchdog(run.config.log.watchdog_s)
         # Asynchronous: pairs of a decoding and a grading thread.
         searching = () if self._is_sync else run.searchers
-        self._searching = [search_workers(each, self.stop) for each in searching]
+        self._searching = [each.workers(self.stop) for each in searching]
         self._merged_before = 0  # number of merged groups at the last step
         if self._is_sync and self.owner is not None:
             self.owner.allow(0, -1)

@@ -2,6 +2,7 @@
 """Logs of a run: metrics.jsonl, responses of evenly spaced steps in samples.jsonl, callbacks."""
 
 import inspect
+import itertools
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -107,9 +108,8 @@ class Logs:
         if not self._files or not (is_due or step == self._num_steps):
             return
         self._newest_eval = step
-        if len(prompts) == 1:  # several of its responses are shown
-            prompts = prompts * len(evaluation.texts)
-        shown = zip(prompts, evaluation.texts, evaluation.rewards, strict=False)
+        # The only prompt has all responses.
+        shown = zip(itertools.cycle(prompts), evaluation.texts, evaluation.rewards, strict=False)
         records = [(x, {"reward": r, "version": step, "tokens": [text]}) for x, text, r in shown]
         self._write(step, "eval", records[:MOST_RESPONSES])
 

@@ -8,33 +8,16 @@ the previous trainer are used (tests/integration/test_fleet.py).
 
 import contextlib
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from tba_jax.devices.worker import StopFlag, Worker
 from tba_jax.remote.channel import Rewind, RunEnded
 from tba_jax.remote.client import Client
-from tba_jax.search.searcher import Searcher, SearchParts
+from tba_jax.search.searcher import POLL_S, Searcher, SearchParts, stop_workers
 from tba_jax.weights.folder import StoredWeights
 from tba_jax.weights.memory import DELIVERY_S, Weights
 
-POLL_S = 0.002
-"""Sleep of a thread that has nothing to do."""
-_STOP_S = 10.0  # time that threads get to end their current step
 _LOOK_S = 0.5  # seconds between two looks of a process that waits for the end of the run
-
-
-def search_workers(searcher: Searcher, stop: StopFlag) -> tuple[Worker, Worker]:
-    """Return the two workers of a searcher: decoding and grading."""
-    decoding = Worker(f"searcher-{searcher.index}", searcher.step, stop, idle_s=POLL_S)
-    return decoding, Worker(f"grader-{searcher.index}", searcher.grade, stop, idle_s=POLL_S)
-
-
-def stop_workers(workers: Iterable[Worker], stop: StopFlag) -> None:
-    """Stop workers; give them a short time to end their current step."""
-    stop.set()
-    deadline = time.monotonic() + _STOP_S
-    for worker in workers:
-        worker.join(max(0.0, deadline - time.monotonic()))
 
 
 def search(
@@ -70,7 +53,7 @@ def search(
             weights.reset()
             client.on_versions = weights.announce
             searchers = [Searcher(each, client) for each in parts]
-            pairs = [search_workers(each, failed) for each in searchers]
+            pairs = [each.workers(failed) for each in searchers]
             workers = [worker for pair in pairs for worker in pair]
             workers.append(Worker("weight-reader", lambda: weights.poll(DELIVERY_S), failed))
             for worker in workers:

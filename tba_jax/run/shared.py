@@ -39,7 +39,7 @@ from tba_jax.run.object_store import storage_of
 from tba_jax.run.workdir import run_id_of
 from tba_jax.search.sampler import Sampler, StateValues
 from tba_jax.search.searcher import SearchParts
-from tba_jax.search.start_data import GivenScorer, make_start_program
+from tba_jax.search.start_data import GivenScorer
 from tba_jax.serving.vllm import InferenceServer
 from tba_jax.tasks.mixture import Mixture
 from tba_jax.tasks.task import Task
@@ -144,7 +144,7 @@ def open_shared(
         # In a job of one process these are the local devices.
         found = divide(config.placement, jax.devices(), asked(config), cluster.number)
         sites = open_sites(config, found)
-    task = task_parts.make_task(config)
+    task = config.task.open()
     # Read the data before the model, which may take minutes to load: unreadable data ends the run.
     sets = f" of {', '.join(task.data_sets)}" if isinstance(task, Mixture) else ""
     note(f"{task.name}: {task.size('train'):,} prompts{sets}, {task.size('eval'):,} held out")
@@ -153,9 +153,7 @@ def open_shared(
     rewards, logs = Rewards(), folder / "logs"
     if sites.searchers:
         rewards = Rewards(
-            make_source(
-                config, task.reward, task_parts.first_row(task), tokenizer, sites.searchers[0], logs
-            ),
+            make_source(config, task.reward, task.first_row(), tokenizer, sites.searchers[0], logs),
             task_parts.make_gold(config, task, tokenizer, sites.searchers[0], logs),
             task_parts.make_environments(config, tokenizer, logs),
             task_parts.make_server(config, policy, tokenizer, folder),
@@ -259,6 +257,7 @@ def make_stored_weights(shared: Shared) -> StoredWeights:
 def make_searchers(shared: Shared, weights: OnDevices | WeightFolder) -> tuple[SearchParts, ...]:
     """Build the parts of each searcher of this process."""
     config, sites, rewards = shared.config, shared.sites.searchers, shared.rewards
+    model, tokenizer = shared.model.config, shared.tokenizer
     if not sites:
         return ()
     assert isinstance(weights, OnDevices), "a process that writes versions has no searchers"
@@ -277,25 +276,16 @@ def make_searchers(shared: Shared, weights: OnDevices | WeightFolder) -> tuple[S
 
     # Searchers on the same devices share a decoder, and so do all searchers on single devices.
     decoders = {
-        site: model_parts.make_decoder(config, shared.model.config, shared.tokenizer, site)
+        site: model_parts.make_decoder(config, model, tokenizer, site)
         for site in dict.fromkeys(site.program_site for site in sites)
     }
     given: dict[Site, GivenScorer | None] = dict.fromkeys(sites)
     for site in given if config.task.start_path else ():
-        program = make_start_program(
-            shared.model.config,
-            model_parts.make_scoring(config, shared.tokenizer),
-            max_new_tokens=config.search.max_new_tokens,
-            site=site,
-        )
-        given[site] = GivenScorer(
-            program,
-            samples_per_prompt=config.search.samples_per_prompt,
-            temperature=config.search.sampling_temperature,
-            padding=model_parts.make_padding(config, shared.tokenizer),
-        )
+        scoring = model_parts.make_scoring(config, tokenizer)
+        padding = model_parts.make_padding(config, tokenizer)
+        given[site] = GivenScorer(model, scoring, padding, config.search.samples_per_prompt, site)
     measures = task_parts.make_measures(
-        config, shared.tokenizer, shared.model.config, rewards.gold, shared.start_params, sites
+        config, tokenizer, model, rewards.gold, shared.start_params, sites
     )
     sources = {site: rewards.source and rewards.source.on(site) for site in given}
     parts = []
@@ -306,7 +296,7 @@ def make_searchers(shared: Shared, weights: OnDevices | WeightFolder) -> tuple[S
             # The server receives adapters. Weights are merged for evaluations only.
             latest = functools.partial(weights.adapters, i)
             engine = rewards.server
-        grader = task_parts.make_grader(config, shared.task, shared.tokenizer, sources[site])
+        grader = task_parts.make_grader(config, shared.task, tokenizer, sources[site])
         parts.append(
             SearchParts(
                 index=shared.sites.first_searcher + i,

@@ -7,7 +7,7 @@ step (tests/run/test_rewarding.py).
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,20 +31,7 @@ from tba_jax.serving.chat import make_chat_format
 from tba_jax.serving.protocol import Served
 from tba_jax.serving.vllm import InferenceServer
 from tba_jax.tasks.mixture import Mixture
-from tba_jax.tasks.registry import get_task
 from tba_jax.tasks.task import Task
-
-
-def make_task(config: Config) -> Task:
-    """Return the task of a config; its data is read at first use."""
-    name, path, count = config.task.name, config.task.data_path, config.task.num_eval_prompts
-    return get_task(name, path, count, chat=config.task.chat, columns=config.task.columns)
-
-
-def first_row(task: Task) -> tuple[str, Mapping[str, Any]]:
-    """Return prompt text and columns of the first held-out row; a chat is the column `prompt`."""
-    prompt, columns = task.problem("eval", 0)
-    return prompt if isinstance(prompt, str) else prompt[-1]["content"], columns
 
 
 def make_grader(
@@ -77,7 +64,7 @@ def make_gold(
                 "package.module:function"
             )
         return None
-    if "answer" not in first_row(task)[1]:
+    if "answer" not in task.first_row()[1]:
         raise ValueError(
             f"{config.eval.gold} judges the win rate over reference responses, which are the "
             f"column `answer` of a prompt, and task {task.name} has no such column; add it to the "
@@ -85,7 +72,7 @@ def make_gold(
         )
     if path := config.eval.gold_model:
         return RewardModel(path, site=site, policy_tokenizer=tokenizer)
-    return make_judge(config, config.eval.gold_reward, first_row(task), logs)
+    return make_judge(config, config.eval.gold_reward, task.first_row(), logs)
 
 
 def try_rewards(config: Config, task: Task) -> None:
@@ -93,7 +80,7 @@ def try_rewards(config: Config, task: Task) -> None:
     own = "" if config.reward.model_path else task.reward
     for names in (config.task.reward or own, config.eval.gold_reward):
         if names and names not in LEARNED:
-            with contextlib.closing(make_judge(config, names, first_row(task), None)) as source:
+            with contextlib.closing(make_judge(config, names, task.first_row(), None)) as source:
                 source.check()
 
 

@@ -10,11 +10,12 @@ response must have one version, when the session is empty.
 import dataclasses
 import queue
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from tba_jax.devices.worker import StopFlag, Worker
 from tba_jax.evaluation.evaluator import ShardEvaluator
 from tba_jax.flow.tickets import (
     DecodeCounts,
@@ -31,6 +32,10 @@ from tba_jax.search.sampler import GroupSession, SampledGroup, Sampler
 from tba_jax.search.start_data import GivenScorer
 from tba_jax.search.state_values import advantages_of, values_of
 from tba_jax.weights.publication import Published
+
+POLL_S = 0.002
+"""Sleep of a thread that has nothing to do."""
+_STOP_S = 10.0  # time that threads get to end their current step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +97,11 @@ class Searcher:
         self._counted = DecodeCounts()
         size = parts.sampler.settings.samples_per_prompt
         self._num_at_once = -(-parts.sampler.settings.slots // size)  # tickets that fill the slots
+
+    def workers(self, stop: StopFlag) -> tuple[Worker, Worker]:
+        """Return two workers for this searcher: decoding and grading."""
+        decoding = Worker(f"searcher-{self.index}", self.step, stop, idle_s=POLL_S)
+        return decoding, Worker(f"grader-{self.index}", self.grade, stop, idle_s=POLL_S)
 
     def evaluate(self) -> bool:
         """Work on an evaluation shard; return False if there is none."""
@@ -199,3 +209,11 @@ class Searcher:
         statistics, before = self._groups.session.statistics, self._counted
         self._counted = DecodeCounts(*(getattr(statistics, n) for n in DecodeCounts._fields))
         return DecodeCounts(*(now - then for now, then in zip(self._counted, before, strict=True)))
+
+
+def stop_workers(workers: Iterable[Worker], stop: StopFlag) -> None:
+    """Stop workers; give them a short time to end their current step."""
+    stop.set()
+    deadline = time.monotonic() + _STOP_S
+    for worker in workers:
+        worker.join(max(0.0, deadline - time.monotonic()))

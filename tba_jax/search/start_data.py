@@ -111,24 +111,23 @@ class GivenScorer:
     """Scores given responses as if the policy had sampled them.
 
     Args:
-        logprobs: return value of `make_start_program`.
-        samples_per_prompt: S; every call has room for S responses.
-        temperature: sampling temperature of the start policy.
+        scoring: as of `make_start_program`; its temperature is that of the start policy.
         padding: padded lengths; every call has the largest lengths.
+        num_samples: S; every call has room for S responses.
     """
 
     def __init__(
         self,
-        logprobs: Callable[..., Array],
-        *,
-        samples_per_prompt: int,
-        temperature: float,
+        config: TransformerConfig,
+        scoring: Scoring,
         padding: Padding,
+        num_samples: int,
+        site: Site = ANY_DEVICE,
     ) -> None:
-        self._logprobs = logprobs
-        self._num_samples = samples_per_prompt
-        self._temperature = temperature
-        self._padding = padding
+        self._temperature, self._padding = scoring.temperature, padding
+        self._num_samples = num_samples
+        longest = padding.response_buckets[-1]
+        self._logprobs = make_start_program(config, scoring, max_new_tokens=longest, site=site)
 
     def __call__(self, params: Params, ticket: Ticket, version: int) -> SampledGroup:
         """Return the group of a ticket with given responses.
@@ -158,18 +157,13 @@ class GivenScorer:
 
 
 def make_start_program(
-    config: TransformerConfig,
-    scoring: Scoring,
-    *,
-    max_new_tokens: int,
-    site: Site = ANY_DEVICE,
+    config: TransformerConfig, scoring: Scoring, *, max_new_tokens: int, site: Site = ANY_DEVICE
 ) -> Callable[..., Array]:
     """Return jitted (params, tokens, prompt_lengths, response_lengths) -> log-probs [p S t].
 
     Args:
         scoring: scoring settings of the run, with the dtype of the weights.
     """
-
     sharding = ComputeSharding(config, site, gathers=False)
 
     def program(params: Any, *rows: Array) -> Array:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from tba_jax.rewards.kinds import LEARNED
 from tba_jax.settings import ConfigError, Section, check_all, field, need
 from tba_jax.tasks.mixture import data_sets
-from tba_jax.tasks.registry import NAMES, REASONING_GYM_PREFIX, TASKS, task_class
+from tba_jax.tasks.registry import NAMES, REASONING_GYM_PREFIX, TASKS, get_task, task_class
 from tba_jax.tasks.rows import FILE_SUFFIXES, HUB_PREFIX
+from tba_jax.tasks.task import Task
 
 
 @dataclass(frozen=True)
@@ -104,6 +105,11 @@ class TaskSettings(Section):
             for name, (is_right, rule, remedy) in rules.items()
         ]
         check_all(*checks, self._check_data)
+
+    def open(self) -> Task:
+        """Return the task; its data is read at first use."""
+        count, options = self.num_eval_prompts, {"chat": self.chat, "columns": self.columns}
+        return get_task(self.name, self.data_path, count, **options)
 
     def _check_data(self) -> None:
         is_custom = self.name == "custom"

@@ -51,6 +51,11 @@ class Task:
         """Return a problem of a split."""
         raise NotImplementedError
 
+    def first_row(self) -> tuple[str, Mapping[str, Any]]:
+        """Return text and columns of the first held-out problem; a chat is the column `prompt`."""
+        prompt, columns = self.problem("eval", 0)
+        return prompt if isinstance(prompt, str) else prompt[-1]["content"], columns
+
     def response_kind(self, text: str) -> str | None:
         """Return the kind of a response, one of `response_kinds`, or None."""
         return None

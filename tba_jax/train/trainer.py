@@ -98,6 +98,14 @@ class Counters:
         known = collections.Counter(dict(state.meta["staleness_counts"]))
         vars(self).update(state.meta, staleness_counts=known)
 
+    def staleness(self) -> dict[str, float]:
+        """Return mean, median, 95th percentile and maximum over the uses of responses, or {}."""
+        if not self.staleness_counts:
+            return {}
+        uses = np.repeat([*self.staleness_counts], [*self.staleness_counts.values()])
+        p50, p95 = np.percentile(uses, [50, 95], method="inverted_cdf").tolist()
+        return {"mean": float(uses.mean()), "p50": p50, "p95": p95, "max": int(uses.max())}
+
 
 MAX_NONFINITE_STEPS = 3
 """Number of consecutive steps with a non-finite loss or gradient after which the run ends."""

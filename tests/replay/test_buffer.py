@@ -349,3 +349,14 @@ def test_warnings_of_waste_lengths_and_m():
     assert "0.80 of the slots" in m and "replay.pace=trainer" in m
     assert "pace" not in ledger.warnings(ReplaySettings(pace="trainer"))[0]
     assert ledger.warnings(ReplaySettings(recency_prob=0.5)) == []
+
+
+def test_the_economy_says_what_became_of_groups():
+    buffer = make_buffer(recency_prob=1.0)
+    buffer.merge(make_groups({i: distinct_responses(2) for i in range(6)}), 0)
+    buffer.draw(1, 2, 0)
+    # Of six groups one was trained on and five wait.
+    found = {"trained_share": 1.0, "length_rank": 0.5, "effective_m": 1.0, "warnings": []}
+    assert buffer.economy() == found
+    buffer.merge(make_groups({7: distinct_responses(2)}), 1)
+    assert buffer.economy()["trained_share"] == 1 / 6

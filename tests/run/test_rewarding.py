@@ -18,13 +18,7 @@ from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards.kinds import make_source
 from tba_jax.rewards.scores import Completions, Score
-from tba_jax.run.task_parts import (
-    check_environments,
-    first_row,
-    make_gold,
-    make_grader,
-    make_task,
-)
+from tba_jax.run.task_parts import check_environments, make_gold, make_grader
 
 POST = "abcabcabcabcabcabcabcabc:"
 REWARD_MODEL = "embedded:tldr_toy_reward"
@@ -39,11 +33,11 @@ def tokenizer():
 def of_task(name, data_path="", **changes):
     task = {"name": name, "data_path": data_path, **changes}
     config = make_config({f"task.{field}": value for field, value in task.items()})
-    return config, make_task(config)
+    return config, config.task.open()
 
 
 def make_rewards(config, task, tokenizer, sites):
-    return make_source(config, task.reward, first_row(task), tokenizer, sites[0])
+    return make_source(config, task.reward, task.first_row(), tokenizer, sites[0])
 
 
 def score(source, tokenizer, completion, has_eos=True):

@@ -20,7 +20,7 @@ from tba_jax.models.transformer import unstack_layers
 from tba_jax.run.model_parts import START_MODEL, make_decoder
 from tba_jax.search.config import SearchSettings
 from tba_jax.search.prompts import PromptReader, Prompts
-from tba_jax.search.start_data import GivenScorer, load_start_tickets, make_start_program
+from tba_jax.search.start_data import GivenScorer, load_start_tickets
 from tba_jax.tasks.arithmetic import Arithmetic
 from tba_jax.tasks.task import Task
 
@@ -214,9 +214,7 @@ def test_log_probs_of_given_responses_are_those_of_drawing_them(tokenizer):
         Ticket(i, p, tuple(y.tokens for y in drawn[i][: 4 - i])) for i, p in enumerate(prompts)
     ]
     scoring = Scoring(temperature=0.8, eos_ids=tokenizer.eos_ids, min_new_tokens=2)
-    program = make_start_program(model, scoring, max_new_tokens=12)
-    padding = Padding((12,), (12,), tokenizer.pad_id)
-    score = GivenScorer(program, samples_per_prompt=4, temperature=0.8, padding=padding)
+    score = GivenScorer(model, scoring, Padding((12,), (12,), tokenizer.pad_id), 4)
     for i, ticket in enumerate(given):
         group = score(params, ticket, version=5)
         assert group.prompt is prompts[i] and len(group.episodes) == 4 - i

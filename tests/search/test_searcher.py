@@ -24,7 +24,7 @@ from tba_jax.search.groups import assemble, grade_groups, measure
 from tba_jax.search.prompts import PromptReader, Prompts
 from tba_jax.search.sampler import SampledGroup, Sampler
 from tba_jax.search.searcher import Searcher, SearchParts
-from tba_jax.search.start_data import GivenScorer, make_start_program
+from tba_jax.search.start_data import GivenScorer
 from tba_jax.tasks.arithmetic import Arithmetic
 from tba_jax.weights.publication import Published
 
@@ -111,7 +111,7 @@ def real_searchers(model, given_texts=(), num_searchers=1):
         prompt = Prompt(index, text, tokenizer.encode(text, add_bos=True), columns)
         ids = [np.append(tokenizer.encode(x, add_bos=False), tokenizer.eos_ids[0]) for x in texts]
         given.append(Ticket(len(given), prompt, tuple(ids)))
-    program = make_start_program(model_config, Scoring(eos_ids=tokenizer.eos_ids), max_new_tokens=8)
+    scoring = Scoring(eos_ids=tokenizer.eos_ids)
     padding = Padding((12,), (8,), tokenizer.pad_id)
     prompts = Prompts(PromptReader(Arithmetic(), tokenizer, 12), seed=0)
     house = House(num_searchers, prompts=prompts, given=given)
@@ -125,7 +125,7 @@ def real_searchers(model, given_texts=(), num_searchers=1):
                 sampler=Sampler(decoder, config.search, jax.random.key(0)),
                 grader=Grader(LENGTH, tokenizer.batch_decode, lambda text: None, ""),
                 evaluator=None,
-                given=GivenScorer(program, samples_per_prompt=3, temperature=1.0, padding=padding),
+                given=GivenScorer(model_config, scoring, padding, 3),
             ),
             house.owner,
         )
