@@ -171,6 +171,7 @@ LIMITS = {
     "config": 1062,
     "presets": 475,
     "remote": 1050,
+    "run": 3038,
     "planning": 2300,
     "tasks": 1312,
     "environments": 1445,

@@ -35,8 +35,9 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
     from jax.sharding import Mesh
 
     from tba_jax.devices.site import Site, reading_mesh
+    from tba_jax.evaluation.metrics import make_measures
     from tba_jax.models.tokenizer import Tokenizer
-    from tba_jax.rewards.kinds import make_source
+    from tba_jax.rewards.kinds import make_gold, make_source
     from tba_jax.run import model_parts
     from tba_jax.run import task_parts as parts
     from tba_jax.search.prompts import PromptReader
@@ -73,8 +74,11 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
         row = task.first_row()
         rewards = closed(make_source(config, task.reward, row, tokenizer, site))
         environments = closed(parts.make_environments(config, tokenizer))
-        gold = closed(parts.make_gold(config, task, tokenizer, site))
-        measures = parts.make_measures(config, tokenizer, model_config, gold, start_params, [site])
+        gold = closed(make_gold(config, task.metric, row, tokenizer, site))
+        reference = start_params if config.eval.reference_metrics else None
+        scoring = model_parts.make_scoring(config, tokenizer)
+        padding = model_parts.make_padding(config, tokenizer)
+        measures = make_measures(model_config, tokenizer, [site], gold, reference, scoring, padding)
         decoder = model_parts.make_decoder(config, model_config, tokenizer, site)
         grader = parts.make_grader(config, task, tokenizer, rewards)
         parts.check_environments(config, task, environments)
@@ -102,7 +106,6 @@ def _of_model(name: str, path: str, overrides: Sequence[str]) -> tuple[str, Conf
     from tba_jax.devices.platform import platform_of
     from tba_jax.devices.site import reading_mesh
     from tba_jax.models import model as models
-    from tba_jax.models.shardings import param_shardings
     from tba_jax.planning.choices import with_lengths
     from tba_jax.run.model_parts import model_path
 
@@ -113,10 +116,7 @@ def _of_model(name: str, path: str, overrides: Sequence[str]) -> tuple[str, Conf
     config = replace(config, dtypes_on(config, platform_of(jax.local_devices()[0])))
     found = models.describe(model_path(config))
     mesh = reading_mesh(found.config.hidden_size, jax.local_devices())
-    params = found.load_params(
-        param_dtype=jnp.dtype(config.model.compute_dtype),
-        shardings=param_shardings(found.config, mesh),
-    )
+    params = found.load_on(mesh, jnp.dtype(config.model.compute_dtype))
     return path or model_path(config), config, found.config, params, str(found.folder)
 
 

@@ -14,7 +14,6 @@ from tba_jax.config.schema import Config, defaults, unflatten
 from tba_jax.devices.platform import open_cache, platform_of
 from tba_jax.devices.site import Site, any_device, reading_mesh
 from tba_jax.models import lora
-from tba_jax.models.shardings import param_shardings
 from tba_jax.run.checkpoint import open_newest
 from tba_jax.run.errors import UserError
 from tba_jax.run.model_parts import describe_model, make_step_shardings, policy_config
@@ -75,9 +74,6 @@ def load_policy(workdir: str | os.PathLike[str]) -> tuple[int, Any, Any, dict, s
     params = checkpoints.read(step, make_step_shardings(config, model_config, mesh).abstract).params
     adapters = (policy, params) if policy.adapters and not source.adapters else None
     if policy.adapters is not None:
-        base = source.load_params(
-            param_dtype=jnp.dtype(config.model.param_dtype),
-            shardings=param_shardings(model_config, mesh),
-        )
+        base = source.load_on(mesh, jnp.dtype(config.model.param_dtype))
         params = lora.merge(base, params, config=policy)
     return step, model_config, params, source.hf_config, str(source.folder), adapters

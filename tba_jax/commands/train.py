@@ -110,6 +110,7 @@ def _dry_run(config: Config) -> int:
 
 def preflight(config: Config) -> None:
     """Check config, data, model, rewards and devices; raise the first problem. Reads no weights."""
+    from tba_jax.rewards.kinds import try_functions
     from tba_jax.run import model_parts, task_parts
     from tba_jax.search.prompts import text_of
 
@@ -120,7 +121,7 @@ def preflight(config: Config) -> None:
     model_parts.longest_sequence(config, model.config)
     tokenizer = model.load_tokenizer()
     text_of(task, tokenizer, "train", 0)
-    task_parts.try_rewards(config, task)
+    try_functions(config, task.reward, task.first_row())
     policy = model_parts.policy_config(config, model.config)
     if server := task_parts.make_server(config, policy, tokenizer, Path()):
         server.check(loads=False)

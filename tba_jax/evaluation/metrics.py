@@ -19,7 +19,7 @@ import numpy as np
 from jaxtyping import Array
 
 from tba_jax.devices.site import ANY_DEVICE, Site
-from tba_jax.evaluation.evaluator import Responses
+from tba_jax.evaluation.evaluator import Measure, Responses
 from tba_jax.flow.padding import Padding, bucket_length, left_pad
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models import transformer
@@ -247,3 +247,29 @@ def _distances(
     reverse_kl = jnp.sum(jnp.exp(log_q) * (log_q - log_p), axis=-1)
     in_response = jnp.arange(t)[None] < response_lengths[:, None]
     return jnp.stack([jnp.sum(x * in_response, axis=1) for x in (-plain, kl, reverse_kl)])
+
+
+def make_measures(
+    config: TransformerConfig,
+    tokenizer: Tokenizer,
+    sites: Sequence[Site],
+    gold: RewardSource | None,
+    reference: Callable[[Site], Params] | None,
+    scoring: Scoring,
+    padding: Padding,
+) -> dict[Site, tuple[Measure, ...]]:
+    """Return, for each site, functions that measure responses beyond rewards.
+
+    Args:
+        gold: judge of the win rate; None: it is not measured.
+        reference: returns the reference weights on a site; None: no distance is measured.
+    """
+    of_gold: tuple[Measure, ...] = () if gold is None else (WinRate(gold, tokenizer).measure,)
+    found: dict[Site, tuple[Measure, ...]] = dict.fromkeys(sites, of_gold)
+    if reference is None:
+        return found
+    for site in found:
+        params = functools.partial(reference, site)
+        distance = ReferenceDistance(config, params, scoring=scoring, padding=padding, site=site)
+        found[site] += (distance.measure,)
+    return found

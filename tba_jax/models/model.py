@@ -69,6 +69,11 @@ class Description:
         config, adapters = adapter_files.read(self.adapters, self.config)
         return lora.merge(params, adapters, config=config)
 
+    def load_on(self, mesh: Mesh, param_dtype: Any) -> Params:
+        """Load the weights as `load_params`, divided over a mesh."""
+        shardings = param_shardings(self.config, mesh)
+        return self.load_params(param_dtype=param_dtype, shardings=shardings)
+
 
 def describe(path_or_hub_id: str | os.PathLike[str], *, with_weights: bool = True) -> Description:
     """Return the description of a model, without its weights.

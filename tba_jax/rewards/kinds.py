@@ -5,6 +5,7 @@ This module imports no jax before a model is made. Invariant: settings that pass
 rewards, unless a function or model cannot be used.
 """
 
+import contextlib
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -115,6 +116,50 @@ def make_judge(settings: Any, functions: str, row: Row, logs: Path | None) -> We
         for part, name in zip(short, names, strict=True)
     }
     return WeightedSum(sources, (), settings.reward.max_failure_rate)
+
+
+def make_gold(
+    settings: Any,
+    metric: str,
+    row: Row,
+    tokenizer: "Tokenizer",
+    site: "Site",
+    logs: Path | None = None,
+) -> RewardSource | None:
+    """Make the judge of the win rate; None without eval.gold. Arguments are as of `make_source`.
+
+    `metric` is the headline metric of the task.
+
+    Raises:
+        ValueError: the judge cannot be used or is missing, or the data has no reference responses.
+    """
+    if not settings.eval.gold:
+        if metric == "win_rate":
+            raise ValueError(
+                f"task {settings.task.name} has the metric win rate, which needs a judge; set "
+                "--config.eval.gold to a reward model other than the one that trains, or to "
+                "package.module:function"
+            )
+        return None
+    if "answer" not in row[1]:
+        raise ValueError(
+            f"{settings.eval.gold} judges the win rate over reference responses, which are the "
+            f"column `answer` of a prompt, and task {settings.task.name} has no such column; add "
+            "it to the data, or leave eval.gold empty"
+        )
+    if path := settings.eval.gold_model:
+        from tba_jax.rewards.reward_models import RewardModel
+
+        return RewardModel(path, site=site, policy_tokenizer=tokenizer)
+    return make_judge(settings, settings.eval.gold_reward, row, logs)
+
+
+def try_functions(settings: Any, own: str, row: Row) -> None:
+    """Load reward functions and judge of a config in processes; arguments as of `make_source`."""
+    for names in (_named(settings, own), settings.eval.gold_reward):
+        if names and names not in LEARNED:
+            with contextlib.closing(make_judge(settings, names, row, None)) as source:
+                source.check()
 
 
 def workers_by_cores() -> int:

@@ -34,12 +34,14 @@ from tba_jax.remote.evaluation_queue import EvaluationQueue
 from tba_jax.remote.owner import Owner, OwnerSettings
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.report.progress import ProgressDisplay
+from tba_jax.rewards.kinds import try_functions
 from tba_jax.run import model_parts, task_parts
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.errors import CheckpointError
 from tba_jax.run.object_store import storage_of, upload
 from tba_jax.run.records import MOST_RESPONSES, Logs
 from tba_jax.run.shared import RunClock, Shared, make_arrival, make_searchers, open_shared
+from tba_jax.run.workdir import run_id_of
 from tba_jax.search.prompts import PromptReader, Prompts
 from tba_jax.search.searcher import Searcher, SearchParts
 from tba_jax.search.start_data import load_start_tickets
@@ -217,11 +219,11 @@ def build(
     shared.rewards.check()
     task, tokenizer, is_primary = shared.task, shared.tokenizer, cluster.is_primary
     if is_primary and not shared.sites.searchers:  # other processes grade
-        task_parts.try_rewards(config, task)
+        try_functions(config, task.reward, task.first_row())
     checkpoints = Checkpoints(
         storage_of(shared.workdir),
         before_commit=functools.partial(upload, shared.workdir),
-        run_id=shared.run_id,
+        run_id=run_id_of(shared.workdir),
         members=cluster.members,
     )
     step = checkpoints.newest_intact(cluster)
@@ -313,9 +315,9 @@ def _make_weights(
         return Weights(sites.trainer.locked(publish), *make_arrival(shared, base))
     storage = storage_of(shared.workdir)
     if cluster.is_primary:  # steps are made again, and their versions with them
-        delete_own(storage / FOLDER, shared.run_id)
+        delete_own(storage / FOLDER, run_id_of(shared.workdir))
     cluster.broadcast_json(None)  # the others list the folder after that
-    options = {"run_id": shared.run_id, "members": cluster.members}
+    options = {"run_id": run_id_of(shared.workdir), "members": cluster.members}
     return WeightFolder(storage, publish, wanted=lambda: evaluations.versions, **options)
 
 

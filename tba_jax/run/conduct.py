@@ -120,11 +120,7 @@ def write_report_json(run: Run) -> dict[str, Any]:
         "staleness": counters.staleness(),
         "ledger": {**run.buffer.ledger(), **owner.ledger()},
         "economy": run.buffer.economy(),
-        "sync": {
-            "count": counters.num_syncs,
-            "mean_s": counters.sync_total_s / max(1, counters.num_syncs),
-            "max_s": counters.sync_max_s,
-        },
+        "sync": counters.syncs(),
         "skipped_prompts": {"train": owner.num_skipped, "eval": run.evaluator.num_skipped},
         "kinds": list(run.shared.task.response_kinds),
         "samples": [] if before is None or after is None else _samples(run, before, after),
@@ -142,11 +138,9 @@ def write_report_json(run: Run) -> dict[str, Any]:
     return report
 
 
-def _figures(record: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Return the figures of an evaluation, without texts."""
-    if record is None:
-        return None
-    return {k: v for k, v in record.items() if k not in ("texts", "rewards")}
+def _figures(record: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the figures of an evaluation, if there was one, without texts."""
+    return record and {k: v for k, v in record.items() if k not in ("texts", "rewards")}
 
 
 def _samples(run: Run, *records: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -117,10 +117,7 @@ def decoder_weights(
 
 def start_weights(config: Config, model: models.Description, source: Mesh, mesh: Mesh) -> Any:
     """Load the weights of a model, on the mesh `source`, in the form of `decoder_weights`."""
-    params = model.load_params(
-        param_dtype=jnp.dtype(config.model.compute_dtype),
-        shardings=param_shardings(model.config, source),
-    )
+    params = model.load_on(source, jnp.dtype(config.model.compute_dtype))
     return decoder_weights(config, model.config, params, source, mesh)
 
 

@@ -89,31 +89,12 @@ def train(
                 with peer_errors(cluster):
                     report = conduct(config, folder, cluster, interrupted, link=link, **options)
             else:
+                from tba_jax.run.search_process import search_apart
+
                 assert isinstance(link, Client), "the owner trains"
-                _search(config, folder, processes.alone(), link, searchers, interrupted)
+                search_apart(config, folder, searchers, link, processes.alone(), interrupted)
         processes.close()  # the others may still request steps or tickets
     return report if is_owner else None
-
-
-def _search(
-    config: Config,
-    workdir: Path,
-    cluster: Cluster,
-    link: Client,
-    searchers: Sequence[int],
-    interrupted: Callable[[], bool],
-) -> None:
-    """Search until the run ends; a process without searchers waits for the end."""
-    from tba_jax.run.search_process import search, wait_for_end
-    from tba_jax.run.shared import open_searchers
-
-    if not searchers:
-        return wait_for_end(link, interrupted)
-    shared, parts, weights = open_searchers(config, workdir, searchers, cluster)
-    with contextlib.closing(shared.rewards) as rewards:
-        rewards.check()
-        stop = StopFlag()
-        search(shared.identity, parts, weights, link, stop=stop, wants_stop=interrupted)
 
 
 def claim(workdir: Path | str, config: Config, held: contextlib.ExitStack) -> tuple[Path, StopFlag]:

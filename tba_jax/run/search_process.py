@@ -9,10 +9,14 @@ the previous trainer are used (tests/integration/test_fleet.py).
 import contextlib
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 
+from tba_jax.config.schema import Config
+from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.worker import StopFlag, Worker
 from tba_jax.remote.channel import Rewind, RunEnded
 from tba_jax.remote.client import Client
+from tba_jax.run.shared import open_searchers
 from tba_jax.search.searcher import POLL_S, Searcher, SearchParts, stop_workers
 from tba_jax.weights.folder import StoredWeights
 from tba_jax.weights.memory import DELIVERY_S, Weights
@@ -72,10 +76,26 @@ def search(
             stop_workers(workers, failed)
 
 
-def wait_for_end(client: Client, wants_stop: Callable[[], bool]) -> None:
-    """Wait until the run ends, in a process without searchers; the owner receives its signal."""
-    with contextlib.suppress(RunEnded):
-        client.join((), "")
-        while True:
-            client.exchange(wants_stop)
-            time.sleep(_LOOK_S)
+def search_apart(
+    config: Config,
+    workdir: Path,
+    searchers: Sequence[int],
+    client: Client,
+    cluster: Cluster,
+    wants_stop: Callable[[], bool],
+) -> None:
+    """Search until the run ends, in a process of a job, `cluster`, that does not train.
+
+    A process without searchers waits for the end; the owner receives its signal.
+    """
+    if not searchers:
+        with contextlib.suppress(RunEnded):
+            client.join((), "")
+            while True:
+                client.exchange(wants_stop)
+                time.sleep(_LOOK_S)
+        return
+    shared, parts, weights = open_searchers(config, workdir, searchers, cluster)
+    with contextlib.closing(shared.rewards) as rewards:
+        rewards.check()
+        search(shared.identity, parts, weights, client, stop=StopFlag(), wants_stop=wants_stop)

@@ -26,13 +26,14 @@ from tba_jax.devices.placement import MESH_AXES, Division, MeshShape, PlacementE
 from tba_jax.devices.sharding import hand_over, placed_shapes
 from tba_jax.devices.site import Site, Sites, device_lock_for
 from tba_jax.environments.pool import EnvironmentPool
+from tba_jax.evaluation.metrics import make_measures
 from tba_jax.flow.state import PartState
 from tba_jax.models import lora
 from tba_jax.models import model as models
-from tba_jax.models.shardings import on_mesh, param_shardings
+from tba_jax.models.shardings import on_mesh
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig
-from tba_jax.rewards.kinds import make_source
+from tba_jax.rewards.kinds import make_gold, make_source
 from tba_jax.rewards.scores import RewardSource
 from tba_jax.run import model_parts, task_parts
 from tba_jax.run.object_store import storage_of
@@ -99,10 +100,6 @@ class Shared:
     rewards: Rewards
 
     @property
-    def run_id(self) -> str:
-        return run_id_of(self.workdir)
-
-    @property
     def identity(self) -> str:
         """Version and digest of the code, and ID of the run, equal in all processes of a run.
 
@@ -112,7 +109,8 @@ class Shared:
         root, digest = Path(__file__).parents[1], hashlib.sha256()
         for path in sorted(root.rglob("*.py")):
             digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
-        return f"tba_jax {versions()['tba_jax']} {digest.hexdigest()[:12]}/{self.run_id}"
+        code = f"tba_jax {versions()['tba_jax']} {digest.hexdigest()[:12]}"
+        return f"{code}/{run_id_of(self.workdir)}"
 
     def start_params(self, site: Site) -> Any:
         """Load the start model's weights for a searcher, on devices of this process alone."""
@@ -152,9 +150,10 @@ def open_shared(
     policy, tokenizer = model_parts.policy_config(config, model.config), model.load_tokenizer()
     rewards, logs = Rewards(), folder / "logs"
     if sites.searchers:
+        parts = (task.first_row(), tokenizer, sites.searchers[0], logs)
         rewards = Rewards(
-            make_source(config, task.reward, task.first_row(), tokenizer, sites.searchers[0], logs),
-            task_parts.make_gold(config, task, tokenizer, sites.searchers[0], logs),
+            make_source(config, task.reward, *parts),
+            make_gold(config, task.metric, *parts),
             task_parts.make_environments(config, tokenizer, logs),
             task_parts.make_server(config, policy, tokenizer, folder),
         )
@@ -238,10 +237,7 @@ def make_stored_weights(shared: Shared) -> StoredWeights:
     config, policy, sites = shared.config, shared.policy, shared.sites
     mesh, base = sites.publication.mesh, None
     if policy.adapters is not None:
-        base = shared.model.load_params(
-            param_dtype=jnp.dtype(config.model.param_dtype),
-            shardings=param_shardings(shared.model.config, mesh),
-        )
+        base = shared.model.load_on(mesh, jnp.dtype(config.model.param_dtype))
     shardings, merges = make_arrival(shared, base)
     shapes = trained_shapes(policy, jnp.dtype(config.model.param_dtype))
     program = model_parts.make_publication_program(config, shared.model.config, mesh)
@@ -279,14 +275,13 @@ def make_searchers(shared: Shared, weights: OnDevices | WeightFolder) -> tuple[S
         site: model_parts.make_decoder(config, model, tokenizer, site)
         for site in dict.fromkeys(site.program_site for site in sites)
     }
+    scoring = model_parts.make_scoring(config, tokenizer)
+    padding = model_parts.make_padding(config, tokenizer)
     given: dict[Site, GivenScorer | None] = dict.fromkeys(sites)
     for site in given if config.task.start_path else ():
-        scoring = model_parts.make_scoring(config, tokenizer)
-        padding = model_parts.make_padding(config, tokenizer)
         given[site] = GivenScorer(model, scoring, padding, config.search.samples_per_prompt, site)
-    measures = task_parts.make_measures(
-        config, tokenizer, model, rewards.gold, shared.start_params, sites
-    )
+    reference = shared.start_params if config.eval.reference_metrics else None
+    measures = make_measures(model, tokenizer, sites, rewards.gold, reference, scoring, padding)
     sources = {site: rewards.source and rewards.source.on(site) for site in given}
     parts = []
     for i, site in enumerate(sites):

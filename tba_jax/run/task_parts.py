@@ -1,28 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parts that depend on task and rewards: data, graders, environments, judges, evaluator.
+"""Parts that depend on task and rewards: graders, environments, server, evaluator.
 
 Invariant: a reward, judge or environment that cannot be used is refused before the first decode
 step (tests/run/test_rewarding.py).
 """
 
-import contextlib
-import functools
-from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from tba_jax.config.schema import Config
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
-from tba_jax.devices.site import Site
 from tba_jax.environments.pool import DEFAULT_WORKERS, EnvironmentPool
 from tba_jax.evaluation.attacks import make_attack_metrics
 from tba_jax.evaluation.evaluator import Evaluator, Measure, MetricFunction, ShardEvaluator
-from tba_jax.evaluation.metrics import ReferenceDistance, WinRate, reference_distance, win_rate
+from tba_jax.evaluation.metrics import reference_distance, win_rate
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig
-from tba_jax.rewards.kinds import LEARNED, make_judge, workers_by_cores
-from tba_jax.rewards.reward_models import RewardModel
+from tba_jax.rewards.kinds import workers_by_cores
 from tba_jax.rewards.scores import Grader, RewardSource
 from tba_jax.run import model_parts
 from tba_jax.search.prompts import PromptReader
@@ -46,42 +40,6 @@ def make_grader(
     first_kind = task.response_kinds[0] if task.response_kinds else ""
     data_sets = task.data_sets if isinstance(task, Mixture) else ()
     return Grader(rewards, tokenizer.batch_decode, task.response_kind, first_kind, data_sets, adds)
-
-
-def make_gold(
-    config: Config, task: Task, tokenizer: Tokenizer, site: Site, logs: Path | None = None
-) -> RewardSource | None:
-    """Make the judge of the win rate, on the site of a searcher; None without eval.gold.
-
-    Raises:
-        ValueError: the judge cannot be used or is missing, or the data has no reference responses.
-    """
-    if not config.eval.gold:
-        if task.metric == "win_rate":
-            raise ValueError(
-                f"task {task.name} has the metric win rate, which needs a judge; set "
-                "--config.eval.gold to a reward model other than the one that trains, or to "
-                "package.module:function"
-            )
-        return None
-    if "answer" not in task.first_row()[1]:
-        raise ValueError(
-            f"{config.eval.gold} judges the win rate over reference responses, which are the "
-            f"column `answer` of a prompt, and task {task.name} has no such column; add it to the "
-            "data, or leave eval.gold empty"
-        )
-    if path := config.eval.gold_model:
-        return RewardModel(path, site=site, policy_tokenizer=tokenizer)
-    return make_judge(config, config.eval.gold_reward, task.first_row(), logs)
-
-
-def try_rewards(config: Config, task: Task) -> None:
-    """Load the reward functions and the judge in processes, and try them on a row of the task."""
-    own = "" if config.reward.model_path else task.reward
-    for names in (config.task.reward or own, config.eval.gold_reward):
-        if names and names not in LEARNED:
-            with contextlib.closing(make_judge(config, names, task.first_row(), None)) as source:
-                source.check()
 
 
 def make_environments(
@@ -157,34 +115,6 @@ def make_server(
         stop_strings=model_parts.stop_strings(config, tokenizer),
         timeout_s=config.log.watchdog_s / 4,
     )
-
-
-def make_measures(
-    config: Config,
-    tokenizer: Tokenizer,
-    model_config: TransformerConfig,
-    gold: RewardSource | None,
-    start_params: Callable[[Site], Any],
-    sites: Sequence[Site],
-) -> dict[Site, tuple[Measure, ...]]:
-    """Return, for each site of a searcher, functions that measure responses beyond rewards.
-
-    Args:
-        gold: judge of the win rate; None: the win rate is not measured.
-        start_params: returns the start model's weights on a site, at the first measurement.
-    """
-    of_gold: tuple[Measure, ...] = () if gold is None else (WinRate(gold, tokenizer).measure,)
-    found = dict.fromkeys(sites, of_gold)
-    if config.eval.reference_metrics:
-        scoring = model_parts.make_scoring(config, tokenizer)
-        padding = model_parts.make_padding(config, tokenizer)
-        for site in found:
-            params = functools.partial(start_params, site)
-            distance = ReferenceDistance(
-                model_config, params, scoring=scoring, padding=padding, site=site
-            )
-            found[site] += (distance.measure,)
-    return found
 
 
 def make_shard_evaluator(

@@ -98,6 +98,11 @@ class Counters:
         known = collections.Counter(dict(state.meta["staleness_counts"]))
         vars(self).update(state.meta, staleness_counts=known)
 
+    def syncs(self) -> dict[str, float]:
+        """Return number, mean and longest pause of publications."""
+        mean_s = self.sync_total_s / max(1, self.num_syncs)
+        return {"count": self.num_syncs, "mean_s": mean_s, "max_s": self.sync_max_s}
+
     def staleness(self) -> dict[str, float]:
         """Return mean, median, 95th percentile and maximum over the uses of responses, or {}."""
         if not self.staleness_counts:

@@ -93,4 +93,5 @@ def test_staleness_counts_a_response_as_often_as_it_was_drawn():
     ((_, values, shown),) = trainer.finished()
     assert values["buffer/staleness_histogram"] == [[0, 1], [3, 2]]
     assert values["buffer/staleness_mean"] == 2 and values["buffer/repeat_fraction"] == 1 / 4
+    assert trainer.counters.staleness() == {"mean": 2.0, "p50": 3, "p95": 3, "max": 3}
     assert trainer.counters.staleness_counts == {0: 1, 3: 2} and shown.draw is drawn[0]
