@@ -320,9 +320,9 @@ class Loop:
         why = "every response of the last tickets was rejected, evicted or aged out"
         if not self._is_sync:
             self.stop.wait(POLL_S)
-            reports = self._merge()
-            first = -(-config.search.initial_fill // config.search.samples_per_prompt)
             merged = self._own().num_merged - self._merged_before
+            reports = self._merge()  # another draw is tried before these count
+            first = -(-config.search.initial_fill // config.search.samples_per_prompt)
             if merged <= _STARVED_BATCHES * max(config.batch.num_prompts, first):
                 return reports
             why = f"{merged:,} groups were merged since the last step"

@@ -7,6 +7,7 @@ import pytest
 from fake_tickets import House, make_result
 
 from tba_jax.config.schema import make_config
+from tba_jax.run.errors import RunError
 from tba_jax.run.loop import Loop
 
 
@@ -58,3 +59,19 @@ def answer(owner):
     tickets = owner.take(0, 9, 0)
     owner.put(0, [make_result(ticket.number) for ticket in tickets])
     return bool(tickets)
+
+
+def test_many_groups_that_arrive_at_once_are_drawn_before_a_run_counts_as_starved():
+    owner = SimpleNamespace(num_merged=0)
+
+    def merge(step, most):
+        owner.num_merged += 900  # while a step was compiling, for example
+        return []
+
+    owner.merge = merge
+    run = make_run(owner, driver="async")
+    loop = Loop(run, lambda: False)
+    loop.no_batch()
+    run.buffer = SimpleNamespace(ledger=dict, num_trajectories=0, num_bytes=0)
+    with pytest.raises(RunError, match="900 groups were merged since the last step"):
+        loop.no_batch()
