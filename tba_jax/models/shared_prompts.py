@@ -58,7 +58,8 @@ def attend(
     if implementation is None:
         implementation = kernels.select(q.dtype, q.shape[-1], scores, x + t)
     if implementation == "xla":
-        prompts, responses = zip(*parts, strict=True)
+        halves: Any = zip(*parts, strict=True)
+        prompts, responses = halves
         of_prompts = attention.attend_causal(*prompts, attention.causal(rows.mask), scores=scores)
         return rows.join(of_prompts, _after_prompts(*responses, *prompts[1:], rows.mask, scores))
 
@@ -70,7 +71,8 @@ def attend(
 
     visible = attention.causal(row(rows.mask, jnp.ones((b, c, t), bool)))
     how: Any = {"scores": scores, "kernels": kernels, "implementation": implementation}
-    out = attention.attend_causal(*(row(*y) for y in parts), visible, **how)
+    whole: Any = [row(*y) for y in parts]
+    out = attention.attend_causal(*whole, visible, **how)
     out = out.reshape(b, c, x + t, *out.shape[2:])
     return rows.join(out[:, 0, :x], out[:, :, x:])
 

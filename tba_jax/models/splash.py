@@ -9,7 +9,7 @@ devices it runs interpreted: correct and very slow.
 """
 
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -120,7 +120,8 @@ def _attend(
             kernel.fwd_mask_info = kernel.fwd_mask_info._replace(is_dynamic_mask=True)
         else:
             segments = splash.SegmentIds(seen, seen)
-        return kernel(q, k, v, segments, None if sinks is None else sinks.reshape(-1))
+        of_heads = None if sinks is None else sinks.reshape(-1)
+        return cast("Array", kernel(q, k, v, segments, of_heads))
 
     def rows(*arrays: Array, interpret: bool) -> Array:
         return jax.vmap(functools.partial(row, interpret=interpret))(*arrays)

@@ -132,7 +132,8 @@ def apply(
     """
     if remat not in _REMAT:
         raise ValueError(f"remat {remat!r}; want one of {', '.join(map(repr, _REMAT))}")
-    attend_rows, mix_rows = attention.attend_causal, delta.mix
+    attend_rows: Callable[..., Array] = attention.attend_causal
+    mix_rows: Callable[..., Any] = delta.mix
     if isinstance(visible, shared_prompts.Rows):
         attend_rows, mix_rows = shared_prompts.attend, shared_prompts.mix
     elif not isinstance(visible, attention.Visible):
@@ -160,7 +161,7 @@ def apply(
 
     x = embed(params, tokens, positions, config=config, compute_dtype=compute_dtype)
     x = x if sharding is None else sharding.rows(x)
-    layers = {kind: layer_of(kind) for kind in config.pattern}
+    layers: dict[LayerKind, Layer] = {kind: layer_of(kind) for kind in config.pattern}
     x = _run_layers(layers, x, params["layers"], config)
     return final_norm(params, x, config=config)
 
