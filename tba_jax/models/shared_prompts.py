@@ -53,15 +53,15 @@ def attend(
 
     Padding after a response is visible only to padding, so it needs no mask.
     """
-    parts = [rows.split(y) for y in (q, k, v)]
-    (b, c, t, *_), x = parts[0][1].shape, rows.mask.shape[1]
+    # Of prompts (x) and responses (y).
+    (q_x, q_y), (k_x, k_y), (v_x, v_y) = (rows.split(part) for part in (q, k, v))
+    (b, c, t, *_), x = q_y.shape, rows.mask.shape[1]
     if implementation is None:
         implementation = kernels.select(q.dtype, q.shape[-1], scores, x + t)
     if implementation == "xla":
-        halves: Any = zip(*parts, strict=True)
-        prompts, responses = halves
-        of_prompts = attention.attend_causal(*prompts, attention.causal(rows.mask), scores=scores)
-        return rows.join(of_prompts, _after_prompts(*responses, *prompts[1:], rows.mask, scores))
+        visible = attention.causal(rows.mask)
+        of_prompts = attention.attend_causal(q_x, k_x, v_x, visible, scores=scores)
+        return rows.join(of_prompts, _after_prompts(q_y, k_y, v_y, k_x, v_x, rows.mask, scores))
 
     # The log-sum-exp of a kernel has no gradient, so two calls cannot be merged: each response is
     # in a row with a copy of its prompt.
@@ -71,8 +71,7 @@ def attend(
 
     visible = attention.causal(row(rows.mask, jnp.ones((b, c, t), bool)))
     how: Any = {"scores": scores, "kernels": kernels, "implementation": implementation}
-    whole: Any = [row(*y) for y in parts]
-    out = attention.attend_causal(*whole, visible, **how)
+    out = attention.attend_causal(row(q_x, q_y), row(k_x, k_y), row(v_x, v_y), visible, **how)
     out = out.reshape(b, c, x + t, *out.shape[2:])
     return rows.join(out[:, 0, :x], out[:, :, x:])
 
