@@ -22,10 +22,17 @@ _SIGN = rf"(?<![\w)\]}}%])(?<![0-9)%][ ])[-+{_MINUS}]"
 _INTEGRAL = r"(?>(?<![0-9],)[0-9]{1,3}(?:,[0-9]{3})+(?![0-9]|,[0-9])|[0-9]+)"
 # ASCII digits only: `\d` also matches digits of other scripts. An exponent must follow its number
 # ("12 m^2" ends in 12).
+_UNSIGNED = (
+    rf"(?>(?<![0-9^])(?<!\^\{{){_INTEGRAL}(?:\.[0-9]+)?|(?<![A-Za-z0-9])\.[0-9]+)"
+    rf"(?:[eE][-+{_MINUS}]?[0-9]+)?+"
+)
+# More than two numbers with slashes are a date, not a fraction: "5/6/2020".
+_SLASH = r"[ ]?/[ ]?"
 _NUMBER = (
     rf"(?P<sign>{_SIGN}(?:\\?[$€£])?)?"
-    rf"(?P<size>(?>(?<![0-9^])(?<!\^\{{){_INTEGRAL}(?:\.[0-9]+)?|(?<![A-Za-z0-9])\.[0-9]+)"
-    rf"(?:[eE][-+{_MINUS}]?[0-9]+)?+)"
+    rf"(?:(?<!/)(?<!/[ ])(?:(?<![0-9^])(?P<whole>{_INTEGRAL})[ ])?"
+    rf"(?P<top>{_UNSIGNED}){_SLASH}(?P<bottom>{_UNSIGNED})(?!{_SLASH}[0-9])"
+    rf"|(?P<plain>{_UNSIGNED}))"
 )
 _NUMBERS = re.compile(_NUMBER)
 _INTEGERS = re.compile(rf"(?:{_SIGN})?[0-9]+")
@@ -59,19 +66,31 @@ def last_boxed(text: str) -> str | None:
     return None
 
 
-def _value(number: re.Match[str]) -> float:
-    size = float(number["size"].replace(",", "").replace(_MINUS, "-"))
-    return -size if (number["sign"] or "").startswith(("-", _MINUS)) else size
+def _value(number: re.Match[str]) -> float | None:
+    """Return the value of a match of _NUMBER; None for a division by 0."""
+
+    def read(group: str) -> float:
+        return float((number[group] or "0").replace(",", "").replace(_MINUS, "-"))
+
+    sign = -1.0 if (number["sign"] or "").startswith(("-", _MINUS)) else 1.0
+    if number["plain"]:
+        return sign * read("plain")
+    whole, top, bottom = read("whole"), read("top"), read("bottom")
+    if bottom == 0:
+        return None
+    # One division, so that the result is the float nearest to the fraction.
+    return sign * ((whole * bottom + top) if top < bottom else top) / bottom
 
 
 def last_number(text: str) -> float | None:
     """Return the last number of a text; None without one.
 
-    Thousands commas, decimals, exponents and the minus sign U+2212 are parsed; units, percent and
-    currency signs are ignored: last_number("so $1,234.50 in all") == 1234.5.
+    Thousands commas, decimals, exponents, fractions and the minus sign U+2212 are parsed; units,
+    percent and currency signs are ignored: last_number("so $1,234.50 in all") == 1234.5,
+    last_number("1 1/2 cups") == 1.5.
     """
-    numbers = list(_NUMBERS.finditer(text))
-    return _value(numbers[-1]) if numbers else None
+    values = [value for value in map(_value, _NUMBERS.finditer(text)) if value is not None]
+    return values[-1] if values else None
 
 
 def gsm8k_answer(text: str) -> float | None:
@@ -82,7 +101,8 @@ def gsm8k_answer(text: str) -> float | None:
     """
     marks = list(_MARKED.finditer(text))
     answers = [mark for mark in marks if not mark["heading"]] or marks
-    return _value(answers[0]) if answers else last_number(text)
+    value = _value(answers[0]) if answers else None
+    return last_number(text) if value is None else value
 
 
 def gsm8k_gold(text: str) -> str | None:
@@ -131,8 +151,8 @@ def gsm8k_reward(
 def last_number_without_commas(text: str) -> float | None:
     """Return the last number after deleting every comma, as the paper's code; None without one.
 
-    A minus between operands counts as a sign ("20-5" ends in -5), and numbers after a marked answer
-    count.
+    A minus between operands counts as a sign ("20-5" ends in -5), a fraction counts as two numbers,
+    and numbers after a marked answer count.
     """
     numbers = _OFFICIAL_NUMBER.findall(text.replace(",", ""))
     return float(numbers[-1]) if numbers else None
