@@ -30,7 +30,7 @@ start() {
   [ -f ready ] || die "not set up; run setup first"
   exec 9>lock
   if ! flock -w 1 9; then say "running already" && return; fi
-  rm -f exit stopping
+  rm -f exit stopping child
   setsid bash worker.sh job "$1" >>job.log 2>&1 </dev/null & # it outlives the connection
   echo $! >pid && say started
 }
@@ -50,11 +50,11 @@ stop() { # SIGTERM to the command alone, which saves; then end whatever is left 
   say stopped
 }
 status() {
+  ran=$(! is_running || echo running) # asked first: a job that ends now has noted its exit
   state=not-set-up; for mark in ready pid exit stopping; do [ ! -f $mark ] || state=$mark; done
   case $state in pid) state=died ;; exit) state=exited-$(cat exit) ;; stopping) state=stopped ;; esac
   [ "$state" != exited-0 ] || ! tail -n 3 job.log | grep -q '^Stopped by .* same command' || state=saved
-  ! is_running || state=running
-  echo "$name $state $(tail -n 50 job.log 2>/dev/null | grep -v '^=== ' | tail -n 1)"
+  echo "$name ${ran:-$state} $(tail -n 50 job.log 2>/dev/null | grep -v '^=== ' | tail -n 1)"
 }
 logs() { tail -n "$1" job.log | sed "s/^/[$name] /"; }
 "$@"

@@ -22,6 +22,7 @@ trap 'sleep 0.3; echo saved >>$BUCKET/saved-$JAX_PROCESS_ID; exit 143' TERM
 echo began >>$BUCKET/began-$JAX_PROCESS_ID
 for i in $(seq 300); do sleep 0.1; done
 """
+BEGAN = ("began-0", "began-1")
 
 
 @pytest.fixture
@@ -121,7 +122,7 @@ def test_run_again_watches_and_a_stopped_job_has_saved_and_resumes(cloud):
     cloud.tpu("create")
     cloud.tpu("setup")
     first = cloud.start("run")
-    cloud.wait_for(lambda: cloud.bucket_lines("began-1"), process=first)
+    cloud.wait_for(lambda: all(map(cloud.bucket_lines, BEGAN)), process=first)
     second = cloud.start("run")  # on another terminal: it watches the same job
     cloud.wait_for(lambda: "running already" in cloud.output(second), process=second)
     assert "a job is running on test; stop it" in cloud.tpu("setup", code=2)
@@ -147,7 +148,7 @@ def test_a_failed_job_ends_the_run_and_a_preempted_one_is_made_anew(cloud):
     cloud.tpu("delete")
     cloud.settings(JOB=job)
     running = cloud.start("run", "--restart-on-preemption")
-    cloud.wait_for(lambda: cloud.bucket_lines("began-1"), process=running)
+    cloud.wait_for(lambda: all(map(cloud.bucket_lines, BEGAN)), process=running)
     (cloud.bucket / "preempted").touch()
     cloud.preempt()
     assert running.wait(120) == 0, cloud.output(running)
