@@ -10,6 +10,8 @@ import collections
 import contextlib
 import dataclasses
 import json
+import socket
+import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -30,7 +32,7 @@ class PeerError(RuntimeError):
 class Address(NamedTuple):
     """HOST:PORT of process 0, and index of this process; "", 0 and -1: a TPU pod provides them."""
 
-    coordinator: str = ""
+    coordinator_address: str = ""
     num_processes: int = 1
     process_id: int = 0
 
@@ -47,20 +49,16 @@ def resolve_address(
         return Address()
     if coordinator == AUTO:
         return Address("", 0, -1)
-    if coordinator is None or num_processes is None or process_id is None:
-        raise ValueError(
-            f"--coordinator={coordinator} --num_processes={num_processes} "
-            f"--process_id={process_id}: a run over several processes needs all three. Give them "
-            "as flags or as JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID, or on a "
-            f"TPU pod --coordinator={AUTO}"
-        )
-    if not 0 <= process_id < num_processes or ":" not in coordinator:
-        raise ValueError(
-            f"--coordinator={coordinator} --num_processes={num_processes} "
-            f"--process_id={process_id}: the coordinator must be HOST:PORT of process 0, and "
-            "process IDs count from 0. Give for example --coordinator=10.0.0.1:1234"
-        )
-    return Address(coordinator, num_processes, process_id)
+    match coordinator, num_processes, process_id:
+        case str(towards), int(number), int(mine) if ":" in towards and 0 <= mine < number:
+            return Address(towards, number, mine)
+    raise ValueError(
+        f"--coordinator={coordinator} --num_processes={num_processes} --process_id={process_id}: a "
+        "run over several processes needs all three, as flags or as JAX_COORDINATOR_ADDRESS, "
+        "JAX_NUM_PROCESSES and JAX_PROCESS_ID. The coordinator must be HOST:PORT of process 0, "
+        "such as 10.0.0.1:1234, and process IDs count from 0. On a TPU pod, "
+        f"--coordinator={AUTO} is enough"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,49 +126,56 @@ class Cluster:
             jax.distributed.shutdown()
 
 
-def start(address: Address, *, heartbeat_s: int, shutdown_s: int) -> Cluster:
+def start(address: Address, *, heartbeat_s: int, shutdown_s: int, join_s: float = 300.0) -> Cluster:
     """Connect to the other processes; call before the first use of a device.
 
     Args:
+        join_s: longest wait for process 0.
         heartbeat_s: heartbeat timeout; a process without heartbeats for this long ends the run.
         shutdown_s: maximum time from the first to the last process's disconnection.
 
     Raises:
-        ValueError: the address of process 0 is not known. PeerError: the others do not join.
+        PeerError: the address of process 0 is not known, or the others do not join.
     """
     if address.num_processes == 1:
         return Cluster()
     import jax
 
-    jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    # SIGTERM goes to this project's handler, which informs the other processes by a message.
-    jax.config.update("jax_enable_preemption_service", False)
-    known = address.num_processes > 0
+    towards = address.coordinator_address
+    given: dict[str, Any] = {"heartbeat_timeout_seconds": heartbeat_s}
+    given |= {"shutdown_timeout_seconds": shutdown_s}
+    if towards:  # else the platform provides this
+        given |= {**address._asdict(), "cluster_detection_method": "deactivate"}
     # Processes of one machine use a loopback address, which other machines cannot reach.
-    is_local = address.coordinator.startswith(("127.", "localhost:", "[::1]:"))
+    if towards.startswith(("127.", "localhost:", "[::1]:")):
+        given |= {"coordinator_bind_address": towards}
+    host, _, port = towards.rpartition(":")
+    end_s = time.monotonic() + join_s
     _num_exchanges.clear()
     try:
-        jax.distributed.initialize(
-            coordinator_address=address.coordinator or None,
-            num_processes=address.num_processes if known else None,
-            process_id=address.process_id if known else None,
-            cluster_detection_method="deactivate" if known else None,
-            coordinator_bind_address=address.coordinator if is_local else None,
-            heartbeat_timeout_seconds=heartbeat_s,
-            shutdown_timeout_seconds=shutdown_s,
-        )
-    except ValueError as error:
-        raise ValueError(
-            f"--coordinator={AUTO}: no address of the other processes ({error}). Give "
-            "--coordinator=HOST:PORT --num_processes=N --process_id=I"
-        ) from error
-    except RuntimeError as error:  # jax raises this type for every failure of the service
+        # JAX would end the process: by a segmentation fault where the port of process 0 is taken,
+        # and without an error of Python where nothing listens there.
+        if address.process_id == 0:
+            socket.create_server(("", int(port))).close()
+        while address.process_id > 0:
+            try:
+                socket.create_connection((host.strip("[]"), int(port)), 5.0).close()
+                break
+            except OSError:
+                if time.monotonic() > end_s:
+                    raise
+                time.sleep(0.5)
+        # SIGTERM goes to this project's handler, which informs the other processes by a message.
+        jax.config.update("jax_enable_preemption_service", False)
+        jax.distributed.initialize(**given)
+    except (OSError, RuntimeError, ValueError) as error:
         raise PeerError(
-            f"joining the other processes at {address.coordinator or 'the pod'} failed: "
-            f"{str(error)[:300]}. Start the same command on every host"
+            f"joining the other processes at {towards or 'the pod'} failed: "
+            f"{str(error)[:300]}. Start the same command on every host, with --coordinator="
+            "HOST:PORT of process 0, where the port is free and open to the others"
         ) from error
     number, members = jax.process_index(), tuple(range(jax.process_count()))
-    return Cluster(number, members, number == 0, address.coordinator)
+    return Cluster(number, members, number == 0, towards)
 
 
 @contextlib.contextmanager

@@ -43,7 +43,6 @@ class Worker:
         step: one unit of work; returns False if there was nothing to do. Blocking calls inside it
             need timeouts.
         idle_s: seconds to sleep after a step that had nothing to do.
-
     """
 
     def __init__(

@@ -16,7 +16,7 @@ from typing import Any
 from tba_jax.config.command_line import versions
 from tba_jax.config.resolved import asked
 from tba_jax.config.schema import Config, flatten
-from tba_jax.devices.cluster import Cluster, PeerError, peer_errors
+from tba_jax.devices.cluster import Cluster, peer_errors
 from tba_jax.devices.placement import divide, hosts_of
 from tba_jax.devices.worker import StopFlag
 from tba_jax.remote.channel import ChannelServer
@@ -24,7 +24,7 @@ from tba_jax.remote.client import Client
 from tba_jax.run.errors import UserError
 from tba_jax.run.object_store import opened
 from tba_jax.run.peers import connect, start_cluster
-from tba_jax.run.workdir import begin_run, finished_report, hold, holds_run
+from tba_jax.run.workdir import begin_run, code_version, finished_report, hold, holds_run
 from tba_jax.storage.whole_files import is_address
 
 
@@ -131,14 +131,15 @@ def _claim_together(
     Raises:
         UserError: commands differ, or the directory is refused; raised in all processes.
     """
-    mine = {**flatten(config), "workdir": str(workdir), "version": versions()}
+    mine = {**flatten(config), **versions(), "code": code_version(), "workdir": str(workdir)}
     given = processes.gather_json(json.loads(json.dumps(mine)))
     found, refusal = (Path(workdir), None), ""
     for name, value in given[0].items():
         for number in (i for i, other in enumerate(given) if other.get(name) != value):
             refusal = (
                 f"process {number} was started with another command than process 0: {name}: "
-                f"{value!r} -> {given[number].get(name)!r}. Start the same command on every host"
+                f"{value!r} -> {given[number].get(name)!r}. Start the same command, with the same "
+                "version of tba_jax, on every host"
             )
     if processes.number == owner and not refusal:
         try:
@@ -148,8 +149,8 @@ def _claim_together(
                 raise
             refusal = str(error)
     if refusal := processes.gather_json(refusal)[owner]:
-        with contextlib.suppress(PeerError):  # process 0 ends after the others have read this
-            processes.gather_json(None)
+        with contextlib.suppress(RuntimeError):  # lost: this process has the reason
+            processes.close()  # a process that ended now would end the others before their message
         raise UserError(refusal)
     if not found[0].is_dir():
         raise UserError(

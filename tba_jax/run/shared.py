@@ -7,7 +7,6 @@ trainer. This module reads only the weights of rewards, and of adapters' base.
 
 import dataclasses
 import functools
-import hashlib
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -17,7 +16,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from tba_jax.config.command_line import versions
 from tba_jax.config.resolved import asked, writes_versions
 from tba_jax.config.schema import Config
 from tba_jax.decoding.shardings import weight_shardings
@@ -37,7 +35,7 @@ from tba_jax.rewards.kinds import make_gold, make_source
 from tba_jax.rewards.scores import RewardSource
 from tba_jax.run import model_parts, task_parts
 from tba_jax.run.object_store import storage_of
-from tba_jax.run.workdir import run_id_of
+from tba_jax.run.workdir import code_version, run_id_of
 from tba_jax.search.sampler import Sampler, StateValues
 from tba_jax.search.searcher import SearchParts
 from tba_jax.search.start_data import GivenScorer
@@ -106,11 +104,7 @@ class Shared:
         Versions of Python and JAX and the kind of device may differ, because every response has
         the log-probs of its sampler.
         """
-        root, digest = Path(__file__).parents[1], hashlib.sha256()
-        for path in sorted(root.rglob("*.py")):
-            digest.update(str(path.relative_to(root)).encode() + b"\0" + path.read_bytes() + b"\0")
-        code = f"tba_jax {versions()['tba_jax']} {digest.hexdigest()[:12]}"
-        return f"{code}/{run_id_of(self.workdir)}"
+        return f"{code_version()}/{run_id_of(self.workdir)}"
 
     def start_params(self, site: Site) -> Any:
         """Load the start model's weights for a searcher, on devices of this process alone."""

@@ -12,6 +12,7 @@ Invariant: a directory that holds a run is never used for another config
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import socket
@@ -93,6 +94,14 @@ def saved_config(workdir: Path) -> dict[str, Any]:
             "file, or give another --workdir"
         ) from error
     return facts["config"]
+
+
+def code_version() -> str:
+    """Return the version of this package and a digest of its code."""
+    root = Path(__file__).parents[1]
+    files = {str(p.relative_to(root)): p.read_text("utf-8") for p in sorted(root.rglob("*.py"))}
+    digest = hashlib.sha256(json.dumps(files).encode()).hexdigest()
+    return f"tba_jax {versions()['tba_jax']} {digest[:12]}"
 
 
 def run_id_of(workdir: str | os.PathLike[str]) -> str:

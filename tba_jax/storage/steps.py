@@ -20,6 +20,7 @@ from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 from tba_jax.storage import digests
 from tba_jax.storage.whole_files import is_address
 
+FolderWriter = Callable[[epath.Path], Any]
 NUM_KEPT = 2  # newest folders that stay in storage
 TIMEOUT_S = 600
 """Time in seconds after which an incomplete save counts as failed."""
@@ -77,7 +78,7 @@ class SavedSteps:
         self.run_id = run_id
         self._item, self._error, self._timeout_s = item, error, timeout_s
         self._before_commit = before_commit
-        self._write_files: Callable[[epath.Path], Any] = lambda folder: None
+        self._write_files: FolderWriter = lambda folder: None
         self._saving: int | None = None
         members = (jax.process_index(),) if members is None else members
         if not read_only and jax.process_index() == members[0]:
@@ -133,12 +134,7 @@ class SavedSteps:
         """Return a description of each missing or changed file; arguments of `digests.damage`."""
         return digests.damage(self.path(step), below=below, share=share)
 
-    def write(
-        self,
-        step: int,
-        tree: Any,
-        write_files: Callable[[epath.Path], Any] = lambda folder: None,
-    ) -> None:
+    def write(self, step: int, tree: Any, write_files: FolderWriter = lambda folder: None) -> None:
         """Wait for the previous save, copy the tree, then write it in the background.
 
         Args:

@@ -4,6 +4,7 @@
 import glob
 import importlib.util
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from tba_jax.devices import cluster
 from tba_jax.devices.cluster import Address, Cluster, PeerError, peer_errors, resolve_address
 from tba_jax.devices.platform import platform_of, prepare_process, step_options
 from tba_jax.devices.worker import StopFlag, Worker, WorkerError
@@ -29,6 +31,16 @@ def test_address_comes_from_flags():
     ):
         with pytest.raises(ValueError, match=message):
             resolve_address(*flags)
+
+
+def test_a_port_of_process_0_that_is_taken_or_closed_is_one_clear_error():
+    limits = {"heartbeat_s": 10, "shutdown_s": 10, "join_s": 1.0}
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        towards = f"127.0.0.1:{taken.getsockname()[1]}"
+        with pytest.raises(PeerError, match="Address already in use.*where the port is free"):
+            cluster.start(Address(towards, 2, 0), **limits)
+    with pytest.raises(PeerError, match=f"at {towards} failed: .*Connection refused.*is free"):
+        cluster.start(Address(towards, 2, 1), **limits)
 
 
 def test_only_the_failure_of_a_collective_is_a_lost_peer():

@@ -156,13 +156,16 @@ def test_an_interrupted_pod_saves_together_exits_0_and_resumes(cache, tmp_path):
     assert pod.returncode == 0 and f"at step {stopped_at} of 100000" in out, err
 
 
-def test_another_command_on_one_host_is_refused(tmp_path):
+@pytest.mark.parametrize(
+    ("changed", "words"), [({"seed": 5}, "seed: 0 -> 5"), ({"code": "x"}, "code: 'tba_jax .*'x'")]
+)
+def test_another_command_or_version_on_one_host_is_refused(changed, words, tmp_path):
     def gather(value):
-        """As a second process with another seed would answer."""
-        return [value, value | {"seed": 5} if isinstance(value, dict) else value]
+        """As a second process with another seed or other code would answer."""
+        return [value, value | changed if isinstance(value, dict) else value]
 
-    pod, config = SimpleNamespace(number=0, gather_json=gather), make_config()
-    wanted = "process 1 was started with another command than process 0: seed: 0 -> 5. Start"
+    pod, config = SimpleNamespace(number=0, gather_json=gather, close=str), make_config()
+    wanted = f"process 1 was started with another command than process 0: {words}. Start"
     with contextlib.ExitStack() as held, pytest.raises(UserError, match=wanted):
         _claim_together(pod, config, tmp_path / "run", 0, held)
     assert not any(tmp_path.iterdir())
