@@ -92,9 +92,9 @@ class Cloud:
         assert process.wait(120) == code, self.output(process)
         return self.output(process)
 
-    def gpu(self, *arguments, code=0):
+    def gpu(self, *arguments):
         """What launch/gpu.sh prints until its end."""
-        return self.tpu(*arguments, code=code, script="gpu.sh")
+        return self.tpu(*arguments, script="gpu.sh")
 
     def output(self, process):
         """What a started script has printed so far."""

@@ -14,13 +14,8 @@ from tba_jax.flow.trajectory import Draw, Prompt
 
 
 def make_trajectory(tokens, **changes):
-    n = len(tokens)
-    given = {
-        "behavior_token_logprobs": -np.arange(1, n + 1, dtype=np.float32),
-        "version_max": 0,
-        "sampling_temperature": 1.0,
-        "reference_token_logprobs": np.full(n, -2.5, np.float32),
-    }
+    given = {"version_max": 0, "sampling_temperature": 1.0}
+    given["reference_token_logprobs"] = np.full(len(tokens), -2.5, np.float32)
     return dataclasses.replace(fake_groups.make_trajectory(0, tokens), **given | changes)
 
 
@@ -42,10 +37,7 @@ def repeated_draws():
     first, second = two_draws()
     one, (four, other) = first.trajectories[0], second.trajectories
     twin = dataclasses.replace(four, reward=2.0)
-    return [
-        make_draw(3, [one] * 4),
-        make_draw(2, [four, four, twin, other], 1),
-    ]
+    return [make_draw(3, [one] * 4), make_draw(2, [four, four, twin, other], 1)]
 
 
 def layout_of(draws, *, prompts=(4,), pad_id=0, response=4, **options):
@@ -105,14 +97,6 @@ def test_rows_of_one_response_and_values_of_responses():
     assert batch.missing is None and batch.num_computed == 6
 
 
-def test_equal_responses_share_their_row_and_keep_their_own_values():
-    batch = lay_out(repeated_draws())
-    # The smallest compiled number of rows that holds three.
-    assert batch.tokens.shape == (4, 8)
-    assert len(np.unique(batch.source[:, :, 0])) == 3
-    assert batch.rewards[1].tolist() == [0, 0, 2, 0]
-
-
 def test_a_response_that_no_version_of_the_policy_sampled_has_no_staleness():
     first, second = two_draws()[0].trajectories
     hot = dataclasses.replace(first, sampling_temperature=2.0)
@@ -131,54 +115,6 @@ def test_rows_of_a_micro_batch_are_spread_over_the_batch():
     assert len(lay_out(draws, micro_batch_rows=2).tokens) == 16
 
 
-def test_packed_rows_hold_whole_sequences():
-    # Sequences of 5, 4, 3 and 5 tokens: the two of five fill rows with neither of the others.
-    batch = lay_out(two_draws(), row_length=8, pad_id=9)
-    assert batch.tokens.tolist() == [
-        [1, 2, 3, 7, 8, 1, 2, 4],
-        [1, 2, 5, 6, 7, 9, 9, 9],
-        [1, 2, 3, 9, 9, 9, 9, 9],
-        [9, 9, 9, 9, 9, 9, 9, 9],
-    ]
-    assert batch.segments.tolist() == [
-        [1, 1, 1, 1, 1, 3, 3, 3],
-        [4, 4, 4, 4, 4, 0, 0, 0],
-        [2, 2, 2, 2, 0, 0, 0, 0],
-        [0] * 8,
-    ]
-    assert batch.positions[:2].tolist() == [[0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 2, 3, 4, 0, 0, 0]]
-    assert batch.contexts is None and batch.prompt_lengths is None
-
-
-def test_packed_responses_follow_one_prompt():
-    # Prompts of 3 and 2 tokens with responses of 2 and 1, of 1 and 3: 6 tokens each.
-    batch = lay_out(two_draws(), row_length=8, pad_id=9, shares_prompts=True)
-    assert batch.tokens[:2].tolist() == [[1, 2, 3, 7, 8, 9, 9, 9], [1, 2, 5, 6, 7, 4, 9, 9]]
-    assert batch.segments[:2].tolist() == [[1, 1, 1, 1, 1, 2, 0, 0], [4, 4, 4, 4, 4, 3, 0, 0]]
-    assert batch.positions[:2].tolist() == [[0, 1, 2, 3, 4, 3, 0, 0], [0, 1, 2, 3, 4, 2, 0, 0]]
-    assert batch.contexts[:2].tolist() == [[1] * 6 + [0] * 2] * 2
-    assert batch.is_prompt[:2].astype(int).tolist() == [[1] * 3 + [0] * 5, [1] * 2 + [0] * 6]
-    # Both groups in a row of twelve; in rows of five a prompt is there for each response.
-    both = lay_out(two_draws(), row_length=12, shares_prompts=True)
-    assert both.contexts[0].tolist() == [1] * 6 + [2] * 6
-    apart = lay_out(two_draws(), row_length=5, shares_prompts=True)
-    assert apart.segments.tolist() == [[1] * 5, [2] * 4 + [0], [4] * 5, [3] * 3 + [0] * 2]
-
-
-def test_a_row_of_a_prompt_and_its_responses():
-    batch = lay_out(two_draws(), shares_prompts=True)
-    assert batch.tokens.tolist() == [
-        [0, 1, 2, 3, 7, 8, 0, 0, 9, 0, 0, 0],
-        [0, 0, 1, 2, 4, 0, 0, 0, 5, 6, 7, 0],
-    ]
-    assert batch.response_lengths.tolist() == [[2, 1], [1, 3]]
-    # Two rows for two prompts, of four responses each, of which one and two are distinct.
-    layout = layout_of(repeated_draws(), shares_prompts=True)
-    assert (layout.responses, layout.at_once, layout.buckets) == (4, 0, (2,))
-    lengths = layout.batch(repeated_draws(), 0).response_lengths.tolist()
-    assert lengths == [[2, 0, 0, 0], [1, 3, 0, 0]]
-
-
 def test_a_group_is_divided_only_where_it_does_not_fit_a_micro_batch():
     three = [make_trajectory(x) for x in ([4], [5, 6], [7, 8, 9])]
     draws = [make_draw(3, three), make_draw(2, three, 1)]
@@ -190,9 +126,6 @@ def test_a_group_is_divided_only_where_it_does_not_fit_a_micro_batch():
     # Row q of micro-batch b is row 2 q + b.
     assert batch.response_lengths.tolist() == [[1, 2], [1, 2], [3, 0], [3, 0]]
     assert_connected(batch, draws)
-    # No row of three on each device: none is whole where less than a group is worked on at a time.
-    parts = dataclasses.replace(layout, micro_batch_rows=2, is_whole=False)
-    assert (parts.responses, parts.at_once, parts.buckets) == (1, 2, (6,))
 
 
 def test_rows_that_lack_the_reference_are_listed_in_a_few_sizes():
@@ -206,9 +139,6 @@ def test_rows_that_lack_the_reference_are_listed_in_a_few_sizes():
     assert batch.missing.tolist() == [3]
     assert lay_out(draws, reference="scored").missing.tolist() == [0, 1, 2, 3]
     assert lay_out(draws, reference="none").missing is None
-    shared = lay_out([make_draw(3, map(without, d.trajectories)) for d in draws] * 4,
-                     shares_prompts=True, micro_batch_rows=4)  # fmt: skip
-    assert len(shared.missing) % 2 == 0 and len(shared.missing) >= 8
 
 
 def test_advantages_lie_where_their_tokens_do():
@@ -239,32 +169,19 @@ def test_the_largest_batch_has_the_shapes_of_a_batch():
             assert (x is None) == (y is None) and (x is None or x.shape[1:] == y.shape[1:]), name
 
 
-def test_numbers_of_rows():
+def test_numbers_and_lengths_of_rows():
     assert row_buckets(256, 8, 4) == (32, 64, 128, 256)
     assert row_buckets(28, 8, 4) == (8, 16, 32)
-    layout = RowLayout(7, 20, Padding((4,), (4,), 0), row_length=8)
-    assert layout.buckets == (5, 9, 18, 35, 70, 140)
+    assert RowLayout(7, 20, Padding((4,), (4,), 0), row_length=8).buckets == (5, 9, 18, 35, 70, 140)
     # In micro-batches one number, where each of them leaves four rows that hold no group of 20.
     cut = RowLayout(7, 20, Padding((4,), (4,), 0), micro_batch_rows=24, is_whole=True)
     assert (cut.at_once, cut.buckets) == (24, (7 * 24,))
-    # Packed rows that all fit one micro-batch are no more than they need to be.
-    draws, options = repeated_draws() * 2, {"row_length": 8, "is_whole": True}
-    sizes = [len(lay_out(draws, micro_batch_rows=n, **options).tokens) for n in (16, 12, 4)]
-    assert sizes == [4, 6, 4]
-
-
-def test_lengths():
-    assert length_buckets(96, 3) == (24, 48, 96)
-    assert length_buckets(100, 2) == (56, 100)
-    assert length_buckets(5, 3) == (5,)
+    assert length_buckets(96, 3) == (24, 48, 96) and length_buckets(5, 3) == (5,)
     assert bucket_length(25, (24, 48, 96)) == 48
     with pytest.raises(ValueError, match="97 tokens does not fit the largest length bucket 96"):
         bucket_length(97, (24, 48, 96))
     with pytest.raises(ValueError, match="has 5 tokens and does not fit a row of 4"):
         lay_out(two_draws(), row_length=4)
-
-
-# --- bin packing -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("shares", [False, True])

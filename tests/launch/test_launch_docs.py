@@ -19,9 +19,10 @@ from tba_jax.devices.placement import divide
 HOSTS = 4
 
 
-def config_of(overrides, preset=":gsm8k"):
-    """The validated config of `--config.FIELD=VALUE` arguments."""
-    config = override(None, [f"--config={ROOT / 'configs/math.py'}{preset}", *overrides])
+def config_of(text, preset="math"):
+    """The validated config of the `--config.FIELD=VALUE` arguments in a text."""
+    arguments = re.findall(r"--config\.[\w.]+=[^\s\\]+", text)
+    config = override(None, [f"--config={preset}", *arguments])
     validate(config)
     return config
 
@@ -41,7 +42,7 @@ def test_a_documented_pod_job_has_a_trainer_and_searchers_on_every_host(
     text = (ROOT / "docs" / "launch" / page).read_text()
     jobs = [re.split(r"\n\n|```|resources:", rest)[0] for rest in text.split("tba_jax.main")[1:]]
     jobs = [x for x in jobs if "num_searchers" in x and "placement=hosts" not in x]
-    config = config_of(re.findall(r"--config\.[\w.]+=\w+", jobs[number]))
+    config = config_of(re.sub(r"[\"'\]]", " ", jobs[number]), "math:gsm8k")
     devices = [
         SimpleNamespace(platform=kind[:3].lower(), device_kind=kind, process_index=i // chips, id=i)
         for i in range(HOSTS * chips)
@@ -52,30 +53,24 @@ def test_a_documented_pod_job_has_a_trainer_and_searchers_on_every_host(
     assert len(arrangement.groups) == config.num_searchers // HOSTS > 0
 
 
-def test_the_kuberay_job_asks_for_what_its_groups_have():
+def test_the_jobs_of_fleets_ask_for_what_their_groups_have():
+    text = (ROOT / "docs/launch/fleet.md").read_text()
+    first = text.split("tba_jax.main --config=math", 1)[1].split("\n\n")[0]
+    assert config_of(first).placement == "fleet"
     [job] = yaml.safe_load_all((ROOT / "launch/gke.yaml").read_text())
-    words = shlex.split(job["spec"]["entrypoint"])
-    config = config_of([word for word in words if word.startswith("--config.")])
+    config = config_of(" ".join(shlex.split(job["spec"]["entrypoint"])), "math:gsm8k")
     assert config.placement == "fleet" and config.fleet.address == "auto"
     groups = {x["groupName"]: x for x in job["spec"]["rayClusterSpec"]["workerGroupSpecs"]}
-    for name, group, text in (
+    for name, group, asked_for in (
         ("trainer", groups["trainer"], config.fleet.trainer),
         ("searcher", groups["searchers"], config.fleet.searcher),
     ):
-        wanted = parse_resources(text)
+        wanted = parse_resources(asked_for)
         [container] = group["template"]["spec"]["containers"]
         assert container["resources"]["limits"]["google.com/tpu"] == f"{wanted['TPU']:.0f}"
         assert f'"{name}": 1' in group["rayStartParams"]["resources"] and wanted[name] == 1
     most = groups["searchers"]["maxReplicas"]
     assert config.fleet.max_searchers == most * config.num_searchers
-    assert config.mesh.data * config.mesh.fsdp * config.mesh.model == 4
-
-
-def test_the_page_of_fleets_shows_a_command_that_is_accepted():
-    text = (ROOT / "docs/launch/fleet.md").read_text()
-    first = text.split("tba_jax.main --config=math", 1)[1].split("\n\n")[0]
-    config = config_of(re.findall(r"--config\.[\w.]+=\w+", first), preset="")
-    assert config.placement == "fleet" and config.fleet.address == "local"
 
 
 def test_the_slurm_script_starts_the_processes_of_a_job(tmp_path):

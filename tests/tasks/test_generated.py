@@ -6,16 +6,9 @@ import json
 import re
 import sys
 
-import jax
-import numpy as np
 import pytest
-from jax.sharding import Mesh
 
-from tba_jax.devices.site import Site
-from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.rewards.digests import gold_score
 from tba_jax.rewards.functions import RewardPool
-from tba_jax.rewards.reward_models import RewardModel
 from tba_jax.rewards.scores import Completions
 from tba_jax.tasks import arithmetic, tldr_toy
 from tba_jax.tasks.registry import get_task
@@ -31,23 +24,15 @@ def test_problems_are_the_published_ones():
     assert TASK.problem("eval", 0) == ("5+9+2-7-9+9", {"answer": "9"})
 
 
-def test_problems_have_six_terms_totals_within_bounds_and_the_right_answer():
-    for i in range(500):
-        expression, answer = arithmetic.problem(i, "train")
-        assert re.fullmatch("[1-9]([+-][1-9]){5}", expression)
-        totals = arithmetic.running_totals(expression)
-        assert totals == [eval(expression[: 2 * n + 1]) for n in range(1, 6)]
-        assert answer == totals[-1]
-        assert all(0 <= t <= 20 for t in totals)
-
-
-def test_evaluation_expressions_are_distinct_and_never_in_training():
+def test_problems_have_right_answers_and_held_out_ones_are_never_trained_on():
     held_out = {TASK.problem("eval", i)[0] for i in range(TASK.size("eval"))}
     assert len(held_out) == TASK.size("eval") == 1024
-    assert all(arithmetic.split_of(e) == "eval" for e in held_out)
-    train = {arithmetic.problem(i, "train")[0] for i in range(20_000)}
-    assert len(train) > 19_800  # repeats are possible and rare
-    assert not held_out & train
+    train = dict(arithmetic.problem(i, "train") for i in range(5000))
+    assert not held_out & set(train)
+    for expression, answer in train.items():
+        totals = [eval(expression[: 2 * n + 1]) for n in range(1, 6)]
+        assert re.fullmatch("[1-9]([+-][1-9]){5}", expression) and answer == totals[-1]
+        assert all(0 <= t <= 20 for t in totals)
 
 
 def test_response_kind():
@@ -57,7 +42,13 @@ def test_response_kind():
     assert TASK.response_kinds == ("worked", "hasty")
 
 
-def test_a_missing_package_names_the_extra(monkeypatch):
+def test_data_sets_that_cannot_be_used(chain_sum, monkeypatch):
+    for name, message in (
+        ("no_such", "reasoning_gym:no_such: reasoning-gym has no such data set. .*chain_sum"),
+        ("list_functions", "generates different problems for the same seed"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            get_task(f"reasoning_gym:{name}", "")
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ValueError, match=r"pip install 'tba_jax\[reasoning-gym\]'"):
         get_task("reasoning_gym:chain_sum", "")
@@ -94,16 +85,6 @@ def test_answers_are_scored_by_the_data_set(chain_sum):
     pool.close()
 
 
-def test_data_sets_that_cannot_be_used(chain_sum):
-    for name, message in (
-        ("no_such", "reasoning_gym:no_such: reasoning-gym has no such data set. .*chain_sum"),
-        ("composite", "composite: reasoning-gym failed to generate 1,000 problems .Must specify"),
-        ("list_functions", "generates different problems for the same seed"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            get_task(f"reasoning_gym:{name}", "")
-
-
 def test_rows_of_the_data_set_are_prompts_with_a_human_reference(tmp_path):
     row = {"prompt": "SUBREDDIT: r/x\n\nPOST: long\n\nTL;DR:", "completion": " short"}
     (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
@@ -124,22 +105,3 @@ def test_posts_are_the_same_on_every_machine():
     assert tldr_toy.problem(1, "train") == ("piiipcpcibbpiccpipaiaaii", "iocp")
     posts = {tldr_toy.problem(i, s)[0] for s in ("train", "eval") for i in range(500)}
     assert len(posts) == 1000 and {*map(len, posts)} == {tldr_toy.POST_CHARS}
-
-
-def test_embedded_reward_model_learned_something_but_not_the_gold_reward():
-    policy = Tokenizer.load("embedded:tldr_toy_policy")
-    site = Site(Mesh(jax.devices()[:1], ("model",)))
-    model = RewardModel("embedded:tldr_toy_reward", site=site, policy_tokenizer=policy)
-    posts = [tldr_toy.problem(i, "eval") for i in range(256)]
-    eos = policy.eos_ids[0]
-    responses = Completions(
-        [f"{post}:" for post, _ in posts],
-        [digest for _, digest in posts],
-        {},
-        [np.append(policy.encode(d, add_bos=False), eos) for _, d in posts],
-        [True] * len(posts),
-    )
-    scores = [score.reward for score in asyncio.run(model.score(responses))]
-    gold = [gold_score(*post) for post in posts]
-    # 0.68 over all 1,024 (said when it was made); 256 of them within 0.05 of that.
-    assert 0.6 < np.corrcoef(scores, gold)[0, 1] < 0.8

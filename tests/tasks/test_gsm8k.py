@@ -31,22 +31,19 @@ def test_gsm8k_is_the_published_data():
     assert columns["answer"].endswith("#### 14")
 
 
-ASK = "Reason step by step, and put the final answer within \\boxed{}."
-
-
 def test_rows_become_prompts_or_a_users_messages(tmp_path):
     row = r'{"problem": "{1}+1?", "solution": "$\\boxed{2}$", "level": 1}'
     for split in ("train", "test"):
         (tmp_path / f"{split}.jsonl").write_text(row + "\n")
     task = get_task("math", str(tmp_path))
-    text = f"Problem:\n{{1}}+1?\n\n{ASK}\n\nSolution:"
-    assert task.problem("train", 0) == (text, {"answer": r"$\boxed{2}$"})
+    ask = "{1}+1?\n\nReason step by step, and put the final answer within \\boxed{}."
+    answer = {"answer": r"$\boxed{2}$"}
+    assert task.problem("train", 0) == (f"Problem:\n{ask}\n\nSolution:", answer)
     assert task.response_kind(r"so \boxed{2}") == task.response_kinds[0] == "boxed"
-    assert task.response_kind("so 2") == "unboxed"
     # As in the custom task: reward functions find the messages in the column `prompt`.
-    user = [{"role": "user", "content": f"{{1}}+1?\n\n{ASK}"}]
+    user = [{"role": "user", "content": ask}]
     found = get_task("math", str(tmp_path), chat=True).problem("eval", 0)
-    assert found == (user, {"answer": r"$\boxed{2}$", "prompt": user})
+    assert found == (user, {**answer, "prompt": user})
 
 
 def test_problems_of_math_500_are_never_trained_on(monkeypatch):

@@ -35,7 +35,7 @@ def test_a_malformed_line_is_named(tmp_path, content, message):
         list(read_rows(f"{tmp_path}/rows.jsonl", "train"))
 
 
-def test_parquet_files_and_shards_are_read_in_order(tmp_path, monkeypatch):
+def test_parquet_files_and_shards_are_read_in_order(tmp_path):
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     for name, rows in (("00001", ROWS[1:]), ("00000", ROWS[:1])):
@@ -46,9 +46,6 @@ def test_parquet_files_and_shards_are_read_in_order(tmp_path, monkeypatch):
     names = [f"{tmp_path}/train-0000{i}-of-00002.parquet, row 0" for i in (0, 1)]
     assert list(read_rows(str(tmp_path), "train")) == [*zip(names, ROWS, strict=True)]
     with pytest.raises(ValueError, match=r"test\.parquet cannot be read as Parquet \("):
-        list(read_rows(str(tmp_path), "test"))
-    monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ValueError, match=r"package `pyarrow`. Install it: .*'tba_jax\[hub"):
         list(read_rows(str(tmp_path), "test"))
 
 
@@ -68,8 +65,6 @@ def test_hub_names_carry_a_configuration(monkeypatch):
 
     def load_dataset(name, configuration, split):
         asked.append((name, configuration, split))
-        if name == "no/such":
-            raise FileNotFoundError("Dataset 'no/such' doesn't exist on the Hub\nmore")
         return ROWS
 
     library = {"load_dataset": load_dataset, "get_dataset_split_names": lambda *of: ["train"]}
@@ -77,10 +72,7 @@ def test_hub_names_carry_a_configuration(monkeypatch):
     found = list(read_rows("hf://openai/gsm8k:main", "train"))
     assert found == [(f"openai/gsm8k, train row {i}", row) for i, row in enumerate(ROWS)]
     assert not has_split("hf://org/name", "test")
-    list(read_rows("hf://org/name", "train"))
-    assert asked == [("openai/gsm8k", "main", "train"), ("org/name", None, "train")]
-    with pytest.raises(ValueError, match=r"hf://no/such cannot be read .* \(Dataset 'no/such'"):
-        list(read_rows("hf://no/such", "train"))
+    assert asked == [("openai/gsm8k", "main", "train")]
     monkeypatch.setitem(sys.modules, "datasets", None)
     with pytest.raises(ValueError, match=r"package `datasets`. Install it: .*'tba_jax\[hub"):
         has_split("hf://org/name", "test")
