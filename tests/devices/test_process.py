@@ -10,13 +10,11 @@ import sys
 import threading
 from types import SimpleNamespace
 
-import jax
-import jax.numpy as jnp
 import pytest
 
 from tba_jax.devices import cluster
 from tba_jax.devices.cluster import Address, Cluster, PeerError, peer_errors, resolve_address
-from tba_jax.devices.platform import platform_of, prepare_process, step_options
+from tba_jax.devices.platform import prepare_process
 from tba_jax.devices.worker import StopFlag, Worker, WorkerError
 
 
@@ -52,23 +50,6 @@ def test_only_the_failure_of_a_collective_is_a_lost_peer():
         raise ValueError("a mistake of ours")
 
 
-def device(platform, version=""):
-    return SimpleNamespace(platform=platform, client=SimpleNamespace(platform_version=version))
-
-
-@pytest.mark.parametrize(
-    ("given", "wanted"),
-    [
-        (device("tpu"), "tpu"),
-        (device("gpu", "PJRT C API\ncuda 13000"), "cuda"),
-        (device("gpu", "NVIDIA H100 80GB HBM3"), "cuda"),  # of a topology
-        (device("gpu", "AMD Instinct MI300X"), "rocm"),
-    ],
-)
-def test_a_device_has_a_platform(given, wanted):
-    assert platform_of(given) == wanted
-
-
 @pytest.mark.parametrize(("has_files", "expected"), [(False, "cpu"), (True, None)])
 def test_libtpu_is_not_loaded_without_an_accelerator(has_files, expected, monkeypatch):
     """Also in a process that has imported JAX before the command begins."""
@@ -80,16 +61,6 @@ def test_libtpu_is_not_loaded_without_an_accelerator(has_files, expected, monkey
     prepare_process()
     assert os.environ.get("JAX_PLATFORMS") == expected
     assert config.jax_platforms == expected
-
-
-def test_products_of_wide_models_on_cpu_are_those_of_eigen():
-    x = jnp.ones((64, 64))
-
-    def compiled(hidden_size):
-        given = step_options(jax.devices()[0], hidden_size)
-        return jax.jit(jnp.matmul, compiler_options=given).lower(x, x).compile().as_text()
-
-    assert "ynn" in compiled(511) and "ynn" not in compiled(512)
 
 
 # Prints where programs are kept, then whether one was compiled or found there.

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of axes, and decoding on a tensor-parallel mesh against one device."""
 
-import functools
 
 import fake_models
 import jax
@@ -88,8 +87,7 @@ def test_every_parameter_of_every_family_has_a_sharding_that_fits(family):
         assert having and all(found.spec == P(*spec) for found in having), name
 
 
-@functools.cache
-def decoded(parts, temperature):
+def decoded(parts):
     weights, site = transformer.unstack_layers(random_params(CONFIG), CONFIG), ANY_DEVICE
     if parts > 1:
         site = Site(mesh(model=parts))
@@ -111,15 +109,14 @@ def decoded(parts, temperature):
         PROMPTS,
         num_samples=2,
         key=jax.random.key(3),
-        settings=SamplingSettings(max_new_tokens=10, temperature=temperature),
+        settings=SamplingSettings(max_new_tokens=10, temperature=1.0),
     )
 
 
-@pytest.mark.parametrize("temperature", [0.0, 1.0], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("parts", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_tensor_parallel_decoder_equals_one_device(parts, temperature):
+def test_a_tensor_parallel_decoder_equals_one_device(parts):
     """The seed is fixed: a draw within float32 rounding of a boundary would show at once."""
-    wanted, out = (decoded(n, temperature) for n in (1, parts))
+    wanted, out = (decoded(n) for n in (1, parts))
     assert wanted.lengths.max() > 4  # more than one chunk
     np.testing.assert_array_equal(out.tokens, wanted.tokens)
     np.testing.assert_array_equal(out.lengths, wanted.lengths)

@@ -35,14 +35,15 @@ def test_a_lock_exists_where_programs_of_several_devices_can_meet(meshes, wants_
 
 def test_two_threads_launch_collectives_on_the_same_devices_in_both_orders():
     lock = DeviceLock(30.0)
-    running, overlaps = [], []
+    running, overlaps, results = [], [], []
 
-    def summing(ids):
+    def launch_often(ids):
         mesh = mesh_of(*ids)
         sharding = NamedSharding(mesh, PartitionSpec("model"))
-        whole = NamedSharding(mesh, PartitionSpec())
         program = jax.jit(
-            lambda x: jnp.full((8,), x.sum()), in_shardings=sharding, out_shardings=whole
+            lambda x: jnp.full((8,), x.sum()),
+            in_shardings=sharding,
+            out_shardings=NamedSharding(mesh, PartitionSpec()),
         )
 
         def watched(x):
@@ -54,14 +55,9 @@ def test_two_threads_launch_collectives_on_the_same_devices_in_both_orders():
 
         launch = Site(mesh, lock).locked(watched)
         data = jax.device_put(np.arange(8.0, dtype=np.float32), sharding)
-        return lambda: np.asarray(launch(data))
+        results.extend(float(launch(data)[0]) for _ in range(25))
 
-    def launch_often(ids):
-        program = summing(ids)
-        for _ in range(25):
-            results.append(float(program()[0]))
-
-    results, all_ids = [], ((0, 1, 2, 3), (3, 2, 1, 0), (2, 3, 4, 5))
+    all_ids = ((0, 1, 2, 3), (3, 2, 1, 0), (2, 3, 4, 5))
     threads = [threading.Thread(target=launch_often, args=(ids,), daemon=True) for ids in all_ids]
     for thread in threads:
         thread.start()

@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Benchmarks count what they say they count: work by hand, and small loads of each."""
+"""Benchmarks count what they say; a result has its command, and a failed side is one line."""
 
+import datetime
+import importlib
 import json
+import sys
 
 import pytest
 
-from tba_jax.bench import (
-    accelerator,
-    decode,
-    rl_step,
-    time_to_accuracy,
-    train_step,
-)
+from tba_jax.bench import accelerator, harness, train_step
 from tba_jax.bench.harness import SHAPES
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.planning import roofline
+
+# A side: its behaviour is in the job.
+SIDE = """
+import json, pathlib, sys
+job = json.loads(pathlib.Path(sys.argv[1]).read_text())
+exec(job["code"])
+pathlib.Path(job["result"]).write_text(json.dumps({"side": job["side"]}))
+"""
 
 
 def test_work_of_decoding_by_hand():
@@ -51,79 +56,87 @@ def test_flops_of_a_train_step_by_hand():
     assert shared == pytest.approx(expected - fewer)
 
 
-@pytest.mark.parametrize(("loss", "is_equal"), [(3.001, True), (3.1, False)])
-def test_a_side_that_computes_something_else_is_an_error(loss, is_equal, capsys, monkeypatch):
+def test_a_result_has_its_command_date_and_table(capsys):
+    def measure(args, folder):
+        assert not list(folder.iterdir())
+        other = {"run_s": 2.5, "used_bytes": 2**21}
+        return {"run_s": 1.0 * args.repeats, "workload": {"size": 3}, "naive": other}
+
+    parser = harness.make_parser("sums", "doc")
+    harness.add_integers(parser, {"repeats": 3})
+    code = harness.run(
+        parser,
+        ["--repeats=4", "--json"],
+        measure,
+        columns=("run_s", "used_bytes"),
+        rows=lambda result: {"tba_jax": result, "naive": result["naive"]},
+    )
+    lines = capsys.readouterr().out.splitlines()
+    result = json.loads(lines[-1])
+    assert (code, result["run_s"]) == (0, 4.0)
+    assert result["command"] == "python -m tba_jax.bench.sums --repeats=4 --json"
+    assert datetime.datetime.fromisoformat(result["date"]).tzinfo
+    assert "workload.size: 3" in lines
+    table = [line.split() for line in lines[-4:-1]]
+    assert table == [["run_s", "used_bytes"], ["tba_jax", "4"], ["naive", "2.5", "2", "MiB"]]
+
+
+def test_a_side_returns_its_result_or_one_error(tmp_path, capsys, monkeypatch):
+    def side(code):
+        return harness.run_side("mine", {"code": code}, tmp_path, [sys.executable, "-c", SIDE])
+
+    assert side("") == {"side": "mine"}
+    with pytest.raises(ValueError, match="mine failed with exit code 1: ZeroDivisionError"):
+        side("1/0")
+    assert "Traceback" in capsys.readouterr().err
+    monkeypatch.setattr(harness, "TIMEOUT_S", 0.5)
+    with pytest.raises(ValueError, match=r"mine took more than 0.5 s"):
+        side("import time; time.sleep(60)")
+
+
+def test_a_side_that_computes_something_else_is_an_error(capsys, monkeypatch):
     def run_side(side, job, folder, command, repeat):
         figures = {"step_s": 1.0, "flops_per_s": 2.0, "matmul_flops_per_s": 4.0}
-        return {"loss": 3.0 if side == "tba_jax" else loss, **figures}
+        return {"loss": 3.0 if side == "tba_jax" else 3.1, **figures}
 
     monkeypatch.setattr(train_step.harness, "run_side", run_side)
-    assert train_step.main(["--repeats=1"]) == int(not is_equal)
-    error = capsys.readouterr().err
-    assert is_equal or "first step of naive has the loss 3.1, ours 3.0" in error
+    assert train_step.main(["--repeats=1"]) == 1
+    assert "first step of naive has the loss 3.1, ours 3.0" in capsys.readouterr().err
 
 
-def check_decode(result):
-    assert result["num_slots"] == 16
-    # 512 responses that end with a probability of 1/8 at each token, cut at 24: 7.7 on average.
-    assert 6 < result["response_length"] < 9.5
-    assert 0 < result["roofline_share"] and 0 < result["slot_share"] <= 1
-
-
-def check_train_step(result):
-    naive = result["naive"]
-    assert result["tokens_per_s"] == pytest.approx(8 * 96 / result["step_s"])
-    assert 0 < result["mfu"] < 1 and 0 < naive["mfu"] < 1
-    assert result["temporary_bytes"] < naive["temporary_bytes"]
-    # The same weights, batch and loss; float32.
-    assert naive["loss"] == pytest.approx(result["loss"], rel=1e-4)
-
-
-def check_rl_step(result):
-    assert all(result[part] > 0 for part in rl_step._PARTS)
-    # Few of them end before the limit: with probability of about 1/128 at each token.
-    assert 4 < result["mean_response_tokens"] <= 6
-    assert result["remat"] == "dots" and result["peers"] == {}
-
-
-def check_time_to_accuracy(result):
-    for side in (result["ours_cold"], result["ours_warm"]):
-        assert side["accuracies"][-1][1] >= 0.2
-        assert side["from_command_s"] == side["accuracies"][-1][2]
-        assert side["from_command_s"] == side["first_step_s"] + side["after_first_step_s"]
-
-
-LOADS = [
-    (
-        decode,
+LOADS = {
+    "decode": (
         "--shape=tiny --workload=rl --repeats=1 --num_samples=64 --prompt_tokens=8 "
         "--max_new_tokens=24 --num_slots=16",
-        check_decode,
+        # 512 responses that end with a probability of 1/8 at each token, cut at 24: 7.7 on average.
+        lambda x: 6 < x["response_length"] < 9.5 and 0 < x["slot_share"] <= 1,
     ),
-    (
-        train_step,
+    "train_step": (
         "--model_shape=tiny --repeats=1 --steps=2 --response_tokens=32 --micro_batch_rows=2",
-        check_train_step,
+        # The same weights, batch and loss; float32.
+        lambda x: x["naive"]["loss"] == pytest.approx(x["loss"], rel=1e-4) and 0 < x["mfu"] < 1,
     ),
-    (
-        rl_step,
+    "rl_step": (
         "--model_shape=tiny --prompts=2 --group=4 --micro_batch_rows=4 --prompt_tokens=8 "
         "--response_tokens=6 --peer_micro_batch_rows=4 --repeats=1 --steps=2 --remat=dots",
-        check_rl_step,
+        # Few of them end before the limit: with probability of about 1/128 at each token.
+        lambda x: 4 < x["mean_response_tokens"] <= 6 and x["peers"] == {},
     ),
-    (
-        time_to_accuracy,
+    "time_to_accuracy": (
         "--seeds=1 --accuracy=0.2 --num_steps=4 --eval_period=2 --num_held_out=16 --num_prompts=4",
-        check_time_to_accuracy,
+        lambda x: all(x[y]["accuracies"][-1][1] >= 0.2 for y in ("ours_cold", "ours_warm")),
     ),
-]
+}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("benchmark", "flags", "check"), LOADS, ids=lambda x: str(x)[-30:])
-def test_figures_of_a_small_load(benchmark, flags, check, capsys):
+@pytest.mark.parametrize("name", LOADS)
+def test_figures_of_a_small_load(name, capsys):
+    flags, holds = LOADS[name]
+    benchmark = importlib.import_module(f"tba_jax.bench.{name}")
     assert benchmark.main([*flags.split(), "--json"]) == 0
-    check(json.loads(capsys.readouterr().out.splitlines()[-1]))
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert holds(result), result
 
 
 @pytest.mark.slow
