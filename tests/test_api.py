@@ -12,10 +12,9 @@ import pytest
 
 import tba_jax
 from tba_jax.config.command_line import override
-from tba_jax.report.build import build_report
 from tba_jax.rewards.functions import RewardPool
 from tba_jax.rewards.scores import Completions
-from tba_jax.settings import GIVEN, ConfigError, given_names, importable_name
+from tba_jax.settings import ConfigError, given_names
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.usefixtures("compiled_once")
@@ -25,13 +24,9 @@ SMALL = {"num_steps": 6, "batch": {"num_prompts": 4}, "task": {"num_eval_prompts
 def python(code, cwd, *arguments):
     """Run a program of one string, as cells of a notebook; return what it printed."""
     done = subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-        timeout=170,
-    )
+        [sys.executable, "-c", code, *arguments], cwd=cwd, capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}, timeout=170,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -53,25 +48,20 @@ def test_the_package_and_a_preset_load_no_jax(tmp_path):
     python(code, tmp_path)
 
 
-def test_overrides_mean_what_they_mean_on_the_command_line(tmp_path):
+def test_overrides_mean_what_they_mean_on_the_command_line():
     config = tba_jax.load_config(
         "math:gsm8k",
-        search={"top_p": 0.9},
         lora={"rank": 4, "modules": ["q", "v"]},
         replay={"priority_temperature": float("inf")},
-        log={"tracker": "tensorboard"},
         **{"objective.beta": 0.02},
     )
     fields = (
-        "search.top_p=0.9",
         "lora.rank=4",
         "lora.modules=('q', 'v')",
         "replay.priority_temperature=inf",
-        "log.tracker=tensorboard",
         "objective.beta=0.02",
     )
     assert config == override(None, ["--config=math:gsm8k", *(f"--config.{x}" for x in fields)])
-    assert (config.search.top_p, config.lora.modules) == (0.9, ("q", "v"))
     assert tba_jax.load_config(str(ROOT / "configs/math.py")) == tba_jax.load_config("math")
 
 
@@ -131,26 +121,19 @@ thread.start()
 thread.join()
 (report,) = reports
 assert report["steps"] == 6 and report == json.loads(Path("a/report.json").read_text())
-changed = os.stat("a/report.json").st_mtime_ns
 assert run(**own) == report
-assert os.stat("a/report.json").st_mtime_ns == changed
-assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 found = tba_jax.load_run("a")
 assert found.report == report and found.config.objective.name == "notebook.py:my_loss"
-steps, losses = found.column("train/loss")
-assert steps.tolist() == [1, 2, 3, 4, 5, 6]
-assert losses.tolist() == [r["train/loss"] for r in found.metrics if "train/loss" in r]
+assert found.column("train/loss")[0].tolist() == [1, 2, 3, 4, 5, 6]
 assert found.column("own/double")[1].tolist() == [2, 4, 6, 8, 10, 12]
 assert (found.column("train/reward_mean")[1] < 0).all()
 assert found.plot("accuracy")._repr_png_().startswith(bytes.fromhex("89504e47"))
-assert repr(found).startswith("a: pass@1 ")
 stored = [y for responses in found.buffer().values() for y in responses]
 assert stored and all(len(y.response_tokens) and y.version_min <= 6 for y in stored)
 policy = found.load_policy()
 assert policy.step == 6 and policy.params["embed"].shape[0] == policy.config.vocab_size
 refused(ValueError, lambda: found.column("train/los"), "train/loss")
-refused(ValueError, lambda: found.plot("accurcy"), "accuracy")
 other = tba_jax.load_config("math", num_steps=3)
 refused(Exception, lambda: run(other), "a holds a run with another config")
 print("all is well")
@@ -184,14 +167,6 @@ def test_a_reward_in_this_process_names_failures():
     assert [score.reason for score in found[1:3]] == ["reward_error", "reward_none"]
     assert "in picky" in found[1].text
     source.close()
-
-
-def test_names_of_functions():
-    assert importable_name(build_report) == "tba_jax.report.build:build_report"
-    assert importable_name(lambda: None) == ""
-    two = [lambda: 1, lambda: 2]
-    assert [GIVEN[name]() for name in given_names(two)] == [1, 2]
-    assert given_names(two) == ["notebook.py:lambda", "notebook.py:lambda_2"]
 
 
 def test_what_one_process_cannot_train_is_refused_in_a_sentence(tmp_path):
