@@ -47,27 +47,17 @@ def make_groups(responses, *, ticket=0, version=0, searcher=0, rejected=None, re
         rejected: prompt id -> {reason: count}.
         rewards: prompt id -> rewards in the order of the responses; default 0.
     """
-    rejected, rewards = rejected or {}, rewards or {}
-    return [
-        Group(
-            make_prompt(prompt_id),
-            tuple(
-                make_trajectory(
-                    prompt_id,
-                    tokens,
-                    reward=value,
-                    version=version,
-                    ticket=ticket,
-                    searcher=searcher,
-                )
-                for tokens, value in zip(
-                    token_lists, rewards.get(prompt_id, [0.0] * len(token_lists)), strict=True
-                )
-            ),
-            rejected.get(prompt_id, {}),
+    origin, found = {"version": version, "ticket": ticket, "searcher": searcher}, []
+    for prompt_id, own in responses.items():
+        values = (rewards or {}).get(prompt_id, [0.0] * len(own))
+        trajectories = tuple(
+            make_trajectory(prompt_id, tokens, reward=value, **origin)
+            for tokens, value in zip(own, values, strict=True)
         )
-        for prompt_id, token_lists in responses.items()
-    ]
+        found.append(
+            Group(make_prompt(prompt_id), trajectories, (rejected or {}).get(prompt_id, {}))
+        )
+    return found
 
 
 def distinct_responses(count, start=0):

@@ -148,16 +148,12 @@ _QWEN3_5 = {
     "delta_value_dim": 4,
     "delta_taps": 4,
 }
+_EXPERTS = {"num_experts": 4, "experts_per_token": 2, "normalised_experts": True}
 FAMILIES = {
     "llama": {},
     "qwen2": {"qkv_bias": True},
     "qwen3": {"qk_norm": True},
-    "qwen3_moe": {
-        "qk_norm": True,
-        "num_experts": 4,
-        "experts_per_token": 2,
-        "normalised_experts": True,
-    },
+    "qwen3_moe": _EXPERTS | {"qk_norm": True},
     "gemma2": _GEMMA | {"attention_cap": 4.0, "logits_cap": 6.0, "pattern": ("window", "full")},
     "gemma3_text": _GEMMA
     | {
@@ -174,7 +170,8 @@ FAMILIES = {
         "pattern": ("window", "full"),
         "window": 4,
     },
-    "gpt_oss": {
+    "gpt_oss": _EXPERTS
+    | {
         "num_layers": 3,
         "pattern": ("window", "full"),
         "window": 4,
@@ -183,20 +180,11 @@ FAMILIES = {
         "o_bias": True,
         "mlp_bias": True,
         "sinks": True,
-        "num_experts": 4,
-        "experts_per_token": 2,
-        "normalised_experts": True,
         "router_bias": True,
         "tie_embeddings": False,
     },
     "qwen3_5_text": _QWEN3_5,
-    "qwen3_5_moe_text": _QWEN3_5
-    | {
-        "num_experts": 4,
-        "experts_per_token": 2,
-        "normalised_experts": True,
-        "shared_size": 12,
-    },
+    "qwen3_5_moe_text": _QWEN3_5 | _EXPERTS | {"shared_size": 12},
     "gpt_neox": _OLD_FAMILY
     | {
         "activation": "gelu",

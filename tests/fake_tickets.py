@@ -60,13 +60,8 @@ class House:
     def __init__(self, num_searchers=2, *, prompts=None, given=(), **settings):
         self.now, self.lines, self.step = 0.0, [], 0
         self.num_searchers, self.prompts, self.given = num_searchers, prompts or Numbered(), given
-        self.settings = {
-            "num_prompts": 4,
-            "share": 1.0,
-            "max_staleness": 0,
-            "initial_fill": 0,
-            **settings,
-        }
+        defaults = {"num_prompts": 4, "share": 1.0, "max_staleness": 0, "initial_fill": 0}
+        self.settings = defaults | settings
         self.open()
         self.save()
 
@@ -84,11 +79,7 @@ class House:
         )
         self.owner = Owner(
             settings,
-            types.SimpleNamespace(
-                merge=self._merge,
-                check_ledger=self._check,
-                num_fresh_groups=0,
-            ),
+            types.SimpleNamespace(merge=self._merge, check_ledger=self._check, num_fresh_groups=0),
             self.prompts.from_number,
             self.evaluations,
             None,

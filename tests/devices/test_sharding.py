@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The table of axes, and decoding on a tensor-parallel mesh against one device."""
 
-
 import fake_models
 import jax
 import jax.numpy as jnp
@@ -32,6 +31,9 @@ def mesh(**axes):
     ("axes", "shape", "spec"),
     [
         (("layers", "embed", "heads", "head_dim"), (2, 16, 4, 8), P(None, "fsdp", "model", None)),
+        # Whole experts where their number permits.
+        (("layers", "experts", "embed"), (3, 8, 16), P(None, "fsdp", None)),
+        (("layers", "experts", "embed"), (3, 5, 16), P(None, None, "fsdp")),
         (("embed", None, "kv_heads", "head_dim"), (16, 2, 4, 8), P("fsdp", None, "model", None)),
         (("embed", None, "kv_heads", "head_dim"), (16, 2, 2, 8), P("fsdp", None, None, None)),
         (("vocab", "embed"), (64, 16), P("model", "fsdp")),
@@ -49,21 +51,6 @@ def test_heads_that_do_not_divide_are_refused():
         ValueError, match=r"'heads' of size 6 .* 4 devices .* one of \[1, 2, 3, 6\]"
     ):
         partition_spec(("embed", "heads", "head_dim"), (16, 6, 8), mesh(model=4))
-
-
-@pytest.mark.parametrize(
-    ("num", "sizes", "wanted"),
-    [
-        (8, {"fsdp": 4}, ("fsdp", None)),
-        (8, {"fsdp": 4, "expert": 2}, (("expert", "fsdp"), None)),
-        (4, {"fsdp": 4, "expert": 2}, ("expert", "fsdp")),  # eight parts of four experts
-        (6, {"fsdp": 4}, (None, "fsdp")),
-        (8, {"model": 2}, (None, None)),
-    ],
-)
-def test_whole_experts_are_divided_over_fsdp_where_their_number_permits(num, sizes, wanted):
-    found = partition_spec(("layers", "experts", "embed"), (3, num, 16), mesh(**sizes))
-    assert found == P(None, *wanted)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
