@@ -31,8 +31,9 @@ def model():
 
 
 def evaluator(model, task=None, metrics=(), measures=(), **changes):
-    """(evaluator, evaluator of its shards)."""
-    sizes = {"task.num_eval_prompts": 6, "search.max_new_tokens": 12}
+    """(evaluator, evaluator of its shards); test_searcher.py decodes with the same programs."""
+    sizes = {"task.num_eval_prompts": 6, "task.max_prompt_tokens": 12}
+    sizes |= {"search.max_new_tokens": 8, "search.num_slots": 6}
     config = make_config({**sizes, **changes})
     task = task or Arithmetic()
     decoder = make_decoder(config, model[0], model[2])
@@ -85,9 +86,9 @@ def test_metric_functions_get_the_responses_and_may_be_the_headline(model):
 
 
 def test_of_an_only_prompt_every_response_is_a_trial_and_an_example(model):
-    sampled = {"eval.num_samples": 5, "eval.temperature": 1.0}
+    sampled = {"eval.num_samples": 3, "eval.temperature": 1.0}
     got = evaluate(model, **sampled, **{"task.num_eval_prompts": 1})
-    assert (got.n, got.num_trials, len(got.texts), len(got.rewards)) == (1, 5, 5, 5)
+    assert (got.n, got.num_trials, len(got.texts), len(got.rewards)) == (1, 3, 3, 3)
     # Responses to one prompt are not independent of one another where there are several prompts.
     got = evaluate(model, **sampled)
     assert (got.n, got.num_trials, len(got.texts)) == (6, 6, 6)
@@ -109,7 +110,8 @@ def test_an_evaluation_in_shards_has_the_figures_of_the_whole(model, changes):
     """Seven problems at once, and in shards of three, the last of which has one."""
     common = {"task.num_eval_prompts": 7, **changes}
     n = changes.get("eval.num_samples", 1)
-    wanted = evaluate(model, None, [sums], (length_of_first,), **common)
+    at_once = {"search.num_slots": 14}
+    wanted = evaluate(model, None, [sums], (length_of_first,), **common, **at_once)
     slots = {"search.num_slots": 3 * n}
     whole, answer = evaluator(model, None, [sums], (length_of_first,), **common, **slots)
     tickets = whole.tickets(5)

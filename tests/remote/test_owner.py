@@ -8,8 +8,8 @@ from fake_tickets import IDENTITY, House, Numbered, S, make_result, shard_of
 
 from tba_jax.flow.tickets import DecodeCounts, EvaluationResult, Ticket
 from tba_jax.remote import owner as owners
-from tba_jax.remote.channel import Rewind, RunEnded
-from tba_jax.remote.messages import Mail, decode, encode
+from tba_jax.remote.channel import RunEnded
+from tba_jax.remote.messages import Mail, encode
 
 
 def numbers(tickets):
@@ -81,23 +81,6 @@ def test_tickets_of_a_lost_searcher_are_issued_again_and_the_first_result_counts
     assert (metrics["fleet/searchers_lost"], metrics["fleet/searchers"]) == (1, 1)
     assert (metrics["fleet/lost"], metrics["fleet/duplicates"]) == (2, 1)
     house.check()
-
-
-def test_a_repeated_request_gets_the_same_response_and_its_results_count_once():
-    house = House()
-    place = join(house)
-    answer = house.owner.handlers()["search"]
-    first = encode((place, 0, False, (Mail(0, 2, 0),)))
-    response = answer(first)
-    assert answer(first) == response and numbers(decode(response)[-1][0]) == [0, 1]
-    second = encode((place, 1, False, (Mail(0, results=(make_result(1),)),)))
-    assert answer(second) == answer(second) == answer(first)  # an old copy begins nothing
-    assert not decode(answer(second))[-1][0]
-    house.merge()
-    assert house.merged == [1] and house.owner.metrics()["fleet/duplicates"] == 0
-    join(house)  # another process takes the searcher over
-    with pytest.raises(Rewind, match="another process ran the searchers"):
-        answer(first)
 
 
 def test_a_silent_process_is_lost_until_its_next_message():

@@ -64,21 +64,6 @@ def test_only_old_folders_of_this_run_are_deleted(tmp_path):
     assert names(tmp_path) == ["0", "1", "2", "elsewhere"]
 
 
-def test_folders_of_an_object_store_have_digests_before_they_are_complete(tmp_path, monkeypatch):
-    # Objects have no atomic rename: Orbax writes to the final names, and a commit file at the end.
-    monkeypatch.setattr("orbax.checkpoint._src.path.gcs_utils.is_gcs_path", lambda path: True)
-    steps = saved(tmp_path)
-    save(steps, 3, 4)
-    steps.close()
-    assert names(tmp_path) == ["3", "4"] and steps.damage(4) == []
-    (tmp_path / "4" / "commit_success.txt").unlink()  # as if the process had been killed
-    again = saved(tmp_path)
-    assert again.newest() == 3
-    save(again, 4)
-    again.close()
-    assert newest(tmp_path) == 4 and again.damage(4) == []
-
-
 @pytest.mark.parametrize("size", [0, 1, 101])
 def test_a_changed_byte_is_found(size, tmp_path, monkeypatch):
     monkeypatch.setattr(digests, "_PIECE", 100)

@@ -9,7 +9,7 @@ from fake_models import random_params, tiny_config
 
 from tba_jax.bench.harness import SHAPES
 from tba_jax.models.transformer import abstract_params
-from tba_jax.settings import ConfigError, Schedule, parse_schedule
+from tba_jax.settings import ConfigError, parse_schedule
 from tba_jax.train.config import OptimizerSettings
 from tba_jax.train.optimizers import learning_rate_schedule, make_optimizer, value_at
 
@@ -30,13 +30,6 @@ def test_a_schedule_of_each_shape(text, expected):
         assert value_at(schedule, jnp.int32(step)).dtype == jnp.float32
 
 
-def test_a_schedule_that_never_leaves_a_value_says_so():
-    assert Schedule(1.0).is_always(1.0) and Schedule(1.0, 1.0, 7, "linear").is_always(1.0)
-    assert Schedule(1.0, final=9.0).is_always(1.0)  # constant: the final value is not reached
-    assert not Schedule(1.0, 2.0, 7, "linear").is_always(1.0)
-    assert not Schedule(2.0).is_always(1.0) and not Schedule(1.0, warmup=3).is_always(1.0)
-
-
 @pytest.mark.parametrize(
     "text", ["0.05", "1e-5", "linear(1, 0.05, 128, jump=31)", "cosine(1e-5, 0, warmup=50, hold=9)"]
 )
@@ -54,11 +47,8 @@ def test_a_schedule_is_printed_as_it_is_written(text):
         ("linear(1, 2", "cannot be read as KIND"),
         ("linaer(1, 2)", "'linaer' must be one of constant, linear, cosine"),
         ("linear(1)", "linear takes START, FINAL, STEPS, and 1 numbers are given"),
-        ("constant(1, hold=2)", "'hold' must be one of warmup"),
         ("linear(1, 2, 0)", "STEPS = 0 must be a whole number, at least 1"),
-        ("linear(1, 2, warmup=-1)", "warmup = -1 must be a whole number, at least 0"),
         ("linear(1, 'a')", "FINAL = 'a' must be a number"),
-        (True, "must be a number or a schedule"),
     ],
 )
 def test_a_schedule_that_cannot_be_read_is_refused_in_three_parts(value, rule):

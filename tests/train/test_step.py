@@ -127,7 +127,7 @@ ONE, PARTS, WHOLE = (
 SHARED, PACKED = {"shares_prompts": True}, {"row_length": 18}
 # Every loss in every layout is in test_loss_layouts.py; here is the model behind it.
 CASES = [
-    ("tb", {}),
+    slow("tb", {}),
     slow("tb", ONE),
     ("tb", {**SHARED, **WHOLE}),
     ("grpo", {**PACKED, **PARTS}),

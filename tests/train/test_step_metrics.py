@@ -6,10 +6,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fake_batches import CONFIG, SCORING, SETTINGS, gradient_of, lay_out, make_draws
+from fake_batches import CONFIG, SCORING, SETTINGS, gradient_of, lay_out, make_draws, slow
 from fake_models import random_params, scored_tokens
 
-from tba_jax.replay.records import Packer
 from tba_jax.settings import Schedule
 from tba_jax.train.metrics import Outputs, step_metrics
 from tba_jax.train.objectives import make_objective
@@ -120,7 +119,7 @@ FORKS = {
     (1, 2): ((), (1, 0, 1, 1)),
 }
 LAYOUTS = [
-    {"micro_batch_rows": 2},
+    slow({"micro_batch_rows": 2}),
     {"shares_prompts": True},
     {"row_length": 16, "shares_prompts": True},
 ]
@@ -163,17 +162,3 @@ def test_an_episode_has_the_sum_of_its_paths_in_every_layout(layout):
     wanted = [[alone(params, d.prompt, y) for y in d.trajectories] for d in draws]
     # Float32, in rows of other lengths.
     np.testing.assert_allclose(outputs["sums"]["policy"], wanted, atol=1e-5)
-
-
-def test_a_forked_episode_comes_back_from_its_bytes():
-    packer = Packer()
-    trajectories = [y for draw in forked_draws() for y in draw.trajectories]
-    packed = [packer.pack(y) for y in trajectories]
-    again = [Packer(packer.table).unpack(x) for x in packed]
-    for y, z in zip(trajectories, again, strict=True):
-        assert (y.path_lengths, y.paths) == (z.path_lengths, z.paths)
-        np.testing.assert_array_equal(y.response_tokens, z.response_tokens)
-        if y.is_sampled is not None:
-            np.testing.assert_array_equal(y.is_sampled, z.is_sampled)
-    one, other = trajectories[1], replace(trajectories[1], path_lengths=(3, 4))
-    assert packer.pack(one) != packer.pack(other)
