@@ -128,10 +128,10 @@ class ShardEvaluator:
             ticket.first,
             by_prompt([y.tokens.tolist() for y in found]),
             by_prompt([y.has_eos for y in found]),
-            by_prompt(grades.texts),
-            by_prompt(grades.rewards),
-            by_prompt(grades.is_first_kind),
-            {name: by_prompt(values) for name, values in grades.parts.items()},
+            by_prompt([x.text for x in grades]),
+            by_prompt([x.reward for x in grades]),
+            by_prompt([x.is_first_kind for x in grades]),
+            {name: by_prompt([x.parts[name] for x in grades]) for name in grades[0].parts},
             {},
         )
         responses = Responses.of(prompts, [shard], self.sampling.max_new_tokens)

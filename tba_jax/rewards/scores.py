@@ -165,33 +165,20 @@ class WeightedSum(RewardSource):
             source.close()
 
 
-class Grades(NamedTuple):
-    """Texts, rewards and kinds of n responses.
+class Grade(NamedTuple):
+    """Text of a response, its score, and whether it is of the task's first kind.
 
     Attributes:
-        texts: responses as text, without special tokens.
-        rewards, reasons, parts: of the responses, as in `Score`.
-        is_first_kind: whether a response is of the task's first kind; False for tasks without
-            kinds.
+        text: the response as text, without special tokens.
+        reward, reason, parts: as in `Score`; all responses of a call have the same parts.
+        is_first_kind: False for tasks without kinds.
     """
 
-    texts: Sequence[str]
-    rewards: Sequence[float | None]
-    reasons: Sequence[str | None]
-    parts: Mapping[str, Sequence[float]]
-    is_first_kind: Sequence[bool]
-
-    def between(self, start: int, stop: int) -> "Grades":
-        """Return the grades of responses start, ..., stop - 1."""
-        chosen = slice(start, stop)
-        texts, rewards, reasons, parts, is_first_kind = self
-        own = {name: values[chosen] for name, values in parts.items()}
-        return Grades(texts[chosen], rewards[chosen], reasons[chosen], own, is_first_kind[chosen])
-
-    @property
-    def kind_share(self) -> float:
-        """Return the share of responses of the task's first kind."""
-        return sum(self.is_first_kind) / len(self.is_first_kind)
+    text: str
+    reward: float | None
+    reason: str | None
+    parts: Mapping[str, float]
+    is_first_kind: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -221,7 +208,7 @@ class Grader:
         responses: "Sequence[np.ndarray]",
         has_eos: Sequence[bool],
         verdicts: Sequence[Score | None] = (),
-    ) -> Grades:
+    ) -> list[Grade]:
         """Grade n responses, of one group or of a whole round.
 
         Args:
@@ -230,32 +217,22 @@ class Grader:
             verdicts: results of the environments of the responses; None: the environment gives no
                 rewards.
         """
-        texts, n = self.decode_text(responses), len(responses)
-        given = verdicts or [None] * n
-        scores, asked = [Score(None, NONE)] * n, [i for i in range(n) if self._asks(given[i])]
+        texts, given = self.decode_text(responses), verdicts or [None] * len(responses)
+        scores = [verdict or Score(None, NONE) for verdict in given]
+        wanted = (None, NONE) if self.adds else ()
+        asked = [i for i, x in enumerate(given) if x is None or x.reason in wanted]
         if asked and self.rewards is not None:
             columns: Any = prompts, texts, responses, has_eos
             chosen = responses_to(*([column[i] for i in asked] for column in columns))
             for i, score in zip(asked, asyncio.run(self.rewards.score(chosen)), strict=True):
-                scores[i] = score
-        for i, verdict in enumerate(given):
-            if verdict is not None and self._asks(verdict):
-                both = {"environment": verdict, "task.reward": scores[i]}
-                scores[i] = summed(both, (1.0, 1.0))
-            else:
-                scores[i] = verdict or scores[i]
-        rewards = [score.reward for score in scores]
-        names = dict.fromkeys(name for score in scores for name in score.parts)
-        parts = {name: [score.parts.get(name, math.nan) for score in scores] for name in names}
-        for name in self.data_sets:
-            found = zip(prompts, rewards, strict=True)
-            own = [x if p.columns["data_set"] == name else None for p, x in found]
-            parts[name] = [math.nan if value is None else value for value in own]
-        first, kind = self.first_kind, self.response_kind
-        is_first_kind = [bool(first) and kind(text) == first for text in texts]
-        return Grades(texts, rewards, [score.reason for score in scores], parts, is_first_kind)
-
-    def _asks(self, verdict: Score | None) -> bool:
-        """Return whether the source scores a response with this verdict."""
-        is_open = verdict is None or (self.adds and verdict.reason in (None, NONE))
-        return self.rewards is not None and is_open
+                both = {"environment": scores[i], "task.reward": score}
+                scores[i] = score if given[i] is None else summed(both, (1.0, 1.0))
+        names, grades = dict.fromkeys(name for score in scores for name in score.parts), []
+        for prompt, text, score in zip(prompts, texts, scores, strict=True):
+            parts = {name: score.parts.get(name, math.nan) for name in names}
+            for name in self.data_sets:
+                own = score.reward if prompt.columns["data_set"] == name else None
+                parts[name] = math.nan if own is None else own
+            is_first = bool(self.first_kind) and self.response_kind(text) == self.first_kind
+            grades.append(Grade(text, score.reward, score.reason, parts, is_first))
+        return grades

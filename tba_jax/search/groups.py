@@ -11,11 +11,11 @@ import numpy as np
 
 from tba_jax.flow.tickets import Report, mean_known
 from tba_jax.flow.trajectory import Group, Trajectory
-from tba_jax.rewards.scores import Grader, Grades, part_means
+from tba_jax.rewards.scores import Grade, Grader, part_means
 from tba_jax.search.sampler import SampledGroup
 
 
-def grade_groups(grader: Grader, groups: Sequence[SampledGroup]) -> list[Grades]:
+def grade_groups(grader: Grader, groups: Sequence[SampledGroup]) -> list[list[Grade]]:
     """Grade the responses of all groups in one call; return the grades of each group."""
     flat = [(group.prompt, y) for group in groups for y in group.episodes]
     grades = grader.grade(
@@ -25,12 +25,12 @@ def grade_groups(grader: Grader, groups: Sequence[SampledGroup]) -> list[Grades]
         [y.verdict for _, y in flat],
     )
     ends = np.cumsum([len(group.episodes) for group in groups]).tolist()
-    return [grades.between(i, j) for i, j in zip([0, *ends], ends, strict=False)]
+    return [grades[i:j] for i, j in zip([0, *ends], ends, strict=False)]
 
 
 def assemble(
     group: SampledGroup,
-    grades: Grades,
+    grades: Sequence[Grade],
     *,
     searcher: int,
     number: int,
@@ -44,18 +44,17 @@ def assemble(
     """
     trajectories = []
     rejected: dict[str, int] = {}
-    for j, y in enumerate(group.episodes):
-        reward = grades.rewards[j]
-        if reward is None:
-            name = grades.reasons[j] or "reward_none"
+    for j, (y, grade) in enumerate(zip(group.episodes, grades, strict=True)):
+        if grade.reward is None:
+            name = grade.reason or "reward_none"
             rejected[name] = rejected.get(name, 0) + 1
             continue
         trajectories.append(
             Trajectory(
                 prompt_id=group.prompt.prompt_id,
                 response_tokens=y.tokens,
-                reward=float(reward),
-                reward_parts={name: float(values[j]) for name, values in grades.parts.items()},
+                reward=float(grade.reward),
+                reward_parts={name: float(value) for name, value in grade.parts.items()},
                 behavior_token_logprobs=y.token_logprobs,
                 version_min=y.version_min,
                 version_max=y.version_max,
@@ -71,7 +70,7 @@ def assemble(
     return Group(group.prompt, tuple(trajectories), rejected)
 
 
-def measure(group: SampledGroup, grades: Grades) -> Report:
+def measure(group: SampledGroup, grades: Sequence[Grade]) -> Report:
     """Return the metrics of the responses to one prompt, without times.
 
     Shares are of the responses: different ones, those of the task's first kind, and those that the
@@ -79,13 +78,13 @@ def measure(group: SampledGroup, grades: Grades) -> Report:
     """
     episodes = group.episodes
     means = {
-        "reward_mean": mean_known([r for r in grades.rewards if r is not None]),
+        "reward_mean": mean_known([x.reward for x in grades if x.reward is not None]),
         "response_length_mean": float(np.mean([len(y.tokens) for y in episodes])),
         "unique_fraction": len({y.tokens.tobytes() for y in episodes}) / len(episodes),
-        "kind_share": grades.kind_share,
+        "kind_share": float(np.mean([x.is_first_kind for x in grades])),
         "cut_share": float(np.mean([not y.has_eos for y in episodes])),
-        "equal_rewards_share": float(len(set(grades.rewards)) == 1),
-        **part_means(grades.parts),
+        "equal_rewards_share": float(len({x.reward for x in grades}) == 1),
+        **part_means({name: [x.parts[name] for x in grades] for name in grades[0].parts}),
     }
     if waited_s := [y.environment_s for y in episodes if y.environment_s is not None]:
         means["environment_s"] = float(np.mean(waited_s))

@@ -26,7 +26,7 @@ from tba_jax.flow.tickets import (
 )
 from tba_jax.remote.client import Client
 from tba_jax.remote.owner import Owner
-from tba_jax.rewards.scores import Grader, Grades
+from tba_jax.rewards.scores import Grade, Grader
 from tba_jax.search.groups import assemble, grade_groups, measure
 from tba_jax.search.sampler import GroupSession, SampledGroup, Sampler
 from tba_jax.search.start_data import GivenScorer
@@ -194,13 +194,14 @@ class Searcher:
             results.append(Result(number, begun.version, made, report))
         return results
 
-    def _advantages(self, group: SampledGroup, grades: Grades) -> list[np.ndarray] | None:
+    def _advantages(self, group: SampledGroup, grades: Sequence[Grade]) -> list[np.ndarray] | None:
         """Return the advantages of each response's tokens; None if no values are estimated."""
         every = self.parts.sampler.states.tokens
         if not every:
             return None
         values = values_of(self.parts.grader, group.prompt, group.continuations)
-        return advantages_of([y.tokens for y in group.episodes], grades.rewards, values, every)
+        rewards = [grade.reward for grade in grades]
+        return advantages_of([y.tokens for y in group.episodes], rewards, values, every)
 
     def decode_counts(self) -> DecodeCounts:
         """Return the counts of the decode session since the last call."""

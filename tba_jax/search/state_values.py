@@ -53,7 +53,7 @@ def values_of(
     if not flat:
         return {}
     grades = grader.grade([prompt] * len(flat), [y.tokens for y in flat], [y.has_eos for y in flat])
-    rewards, values = iter(grades.rewards), {}
+    rewards, values = iter([grade.reward for grade in grades]), {}
     for state, of_state in continuations.items():
         known = [r for r in (next(rewards) for _ in of_state) if r is not None]
         # fsum: the mean does not depend on the order in which continuations ended.

@@ -95,7 +95,7 @@ def test_an_environment_that_gives_the_rewards_needs_no_function(tokenizer, tmp_
         [True] * 2,
         [Score(1.0, None), None],
     )
-    assert (grades.rewards, grades.reasons) == ([1.0, None], [None, "reward_none"])
+    assert [x[1:3] for x in grades] == [(1.0, None), (None, "reward_none")]
     environments = types.SimpleNamespace(check=lambda: None, has_reward=False, name="game")
     with pytest.raises(ValueError, match=r"has no get_reward\(\), and no other reward is set"):
         check_environments(config, task, environments)
@@ -112,12 +112,12 @@ def test_rewards_that_the_user_names_are_added_to_those_of_the_environment(token
     rows = [Prompt(0, "a", tokens, {})] * 3, [tokens] * 3, [True] * 3
     named = replace(config, {"task.reward": "mine:score"})
     added = make_grader(named, task, tokenizer, Source()).grade(*rows, verdicts)
-    assert added.rewards == [15.0, None, None]
-    assert added.reasons == [None, "reward_error", "environment_error"]
-    assert added.parts["environment"][0] == 5.0 and added.parts["task.reward"][0] == 10.0
+    assert [x.reward for x in added] == [15.0, None, None]
+    assert [x.reason for x in added] == [None, "reward_error", "environment_error"]
+    assert added[0].parts == {"environment": 5.0, "task.reward": 10.0}
     # The task's own reward is not added.
     own = make_grader(config, task, tokenizer, Source()).grade(*rows, verdicts)
-    assert own.rewards == [5.0, 5.0, None] and own.parts == {}
+    assert [(x.reward, x.parts) for x in own] == [(5.0, {}), (5.0, {}), (None, {})]
 
 
 def test_a_learned_log_z_is_refused_where_the_prompt_is_one_token(tokenizer, tmp_path):
