@@ -6,7 +6,7 @@ and evaluation uses it directly. Invariant: the best digest of a post names once
 occurs at least twice.
 """
 
-from typing import Any
+from tba_jax.rewards.numeric import each
 
 # In a post of 24 letters, a letter that occurs once has the share 1/24, one that occurs twice 2/24.
 # The cost lies between these shares.
@@ -19,7 +19,7 @@ def gold_score(post: str, digest: str) -> float:
     return sum(letter in named for letter in post) / len(post) - CHARACTER_COST * len(digest)
 
 
-def gold_reward(prompts: list[str], completions: list[str], **columns: Any) -> list[float]:
-    """Return `gold_score` of every response; a prompt is a post and a colon."""
-    posts = [prompt.removesuffix(":") for prompt in prompts]
-    return list(map(gold_score, posts, completions))
+@each
+def gold_reward(prompt: str, response: str) -> float:
+    """Return `gold_score` of a response; the prompt is a post and a colon."""
+    return gold_score(prompt.removesuffix(":"), response)

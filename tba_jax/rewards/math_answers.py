@@ -9,7 +9,6 @@ a slow comparison is a failure. Invariant: a response without a boxed answer is 
 
 import logging
 import re
-from collections.abc import Sequence
 from typing import Any
 
 try:
@@ -19,7 +18,7 @@ except ImportError:
         "the reward of task math needs the package math-verify: pip install 'tba_jax[math]'"
     ) from None
 
-from tba_jax.rewards.numeric import Content, last_boxed, text_of
+from tba_jax.rewards.numeric import each, last_boxed
 
 # The package warns in every process that its time limits are off.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
@@ -27,23 +26,18 @@ logging.getLogger("math_verify").setLevel(logging.ERROR)
 _BASE = re.compile(r"[0-9]_\{?([0-9]+)\}?$")
 
 
-def math_reward(
-    prompts: Sequence[Content], completions: Sequence[Content], answer: list[str], **columns: Any
-) -> list[float]:
+@each
+def math_reward(response: str, answer: str) -> float:
     r"""Return 1.0 if the boxed answer equals the gold answer mathematically, else 0.0.
 
     Args:
-        answer: gold solutions with the answer in \boxed{...}, or the bare answers.
+        answer: gold solution with the answer in \boxed{...}, or the bare answer.
 
     Raises:
-        ValueError: math-verify cannot parse a gold answer.
+        ValueError: math-verify cannot parse the gold answer.
     """
-    return [float(_is_right(text_of(x), y)) for x, y in zip(completions, answer, strict=True)]
-
-
-def _is_right(response: str, gold: str) -> bool:
-    boxed, given = last_boxed(gold), last_boxed(response)
-    gold = gold if boxed is None else boxed
+    boxed, given = last_boxed(answer), last_boxed(response)
+    gold = answer if boxed is None else boxed
     right = _parse(gold)
     if not right:
         raise ValueError(f"math-verify cannot parse the gold answer {gold!r:.200}. Correct it")

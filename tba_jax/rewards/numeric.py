@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Rewards that compare the last or marked number of a response with the gold answer.
 
-A reward function has TRL's signature: `prompts` and `completions` (texts without special tokens, or
-chats) and one keyword argument per data column, each a list of the same length; it returns one
-number per response. Reward processes import this module, so it imports only the standard library.
-Invariant: responses and gold answers are parsed by the same rule.
+Reward processes import this module, so it imports only the standard library. Invariant: responses
+and gold answers are parsed by the same rule.
 """
 
+import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
@@ -48,6 +47,27 @@ def text_of(content: Content) -> str:
     text_of([{"role": "assistant", "content": "4"}]) == text_of("4") == "4"
     """
     return content if isinstance(content, str) else content[-1]["content"]
+
+
+def each(grade: Callable[..., float]) -> Callable[..., list[float]]:
+    """Return the reward function of a grade: (response, columns of its row) -> number.
+
+    The function has TRL's signature: `prompts` and `completions` (texts without special tokens, or
+    chats) and one keyword argument per data column, each a list of the same length; it returns one
+    number per response. The column `prompt` of a grade is the text of the prompt.
+    """
+    names = inspect.signature(grade).parameters
+
+    def reward(
+        prompts: Sequence[Content], completions: Sequence[Content], **columns: Sequence[Any]
+    ) -> list[float]:
+        columns |= {"prompt": [*map(text_of, prompts)], "response": [*map(text_of, completions)]}
+        given = {name: columns[name] for name in names if name in columns}
+        rows = zip(*given.values(), strict=True)
+        return [float(grade(**dict(zip(given, row, strict=True)))) for row in rows]
+
+    reward.__doc__ = grade.__doc__
+    return reward
 
 
 def last_boxed(text: str) -> str | None:
@@ -111,41 +131,34 @@ def gsm8k_gold(text: str) -> str | None:
     return answer.strip().replace(",", "") if mark else None
 
 
-def arithmetic_reward(
-    prompts: Sequence[Content], completions: Sequence[Content], answer: list[str], **columns: Any
-) -> list[float]:
+@each
+def arithmetic_reward(response: str, answer: str) -> float:
     """Return 1.0 if the last integer of the response is the answer (an integer), else 0.0.
 
     "2-5" ends in 5, "2-5=-3" in -3. Commas separate integers here (they are the running totals of
     worked responses).
     """
-    rewards = []
-    for completion, right in zip(completions, answer, strict=True):
-        integers = _INTEGERS.findall(text_of(completion).replace(_MINUS, "-"))
-        # Decimal, because Python's int refuses texts of more than 4,300 digits.
-        rewards.append(float(bool(integers) and Decimal(integers[-1]) == Decimal(right)))
-    return rewards
+    integers = _INTEGERS.findall(response.replace(_MINUS, "-"))
+    # Decimal, because Python's int refuses texts of more than 4,300 digits.
+    return bool(integers) and Decimal(integers[-1]) == Decimal(answer)
 
 
-def gsm8k_reward(
-    prompts: Sequence[Content], completions: Sequence[Content], answer: list[str], **columns: Any
-) -> list[float]:
+@each
+def gsm8k_reward(response: str, answer: str) -> float:
     """Return 1.0 if the answers of response and gold solution are equal (`gsm8k_answer`), else 0.0.
 
     The response needs no "####": as in the paper, its answer is then its last number. The paper
     first deletes every comma, and uses the last number even after a marked answer.
 
     Raises:
-        ValueError: a gold solution has no number, so every response would be wrong.
+        ValueError: the gold solution has no number, so every response would be wrong.
     """
-    rights = [gsm8k_answer(gold) for gold in answer]
-    if None in rights:
+    right = gsm8k_answer(answer)
+    if right is None:
         raise ValueError(
-            f"gold solution {answer[rights.index(None)]!r} has no number. End it like GSM8K "
-            "solutions: '#### 42'"
+            f"gold solution {answer!r} has no number. End it like GSM8K solutions: '#### 42'"
         )
-    found = [gsm8k_answer(text_of(completion)) for completion in completions]
-    return [float(x == right) for x, right in zip(found, rights, strict=True)]
+    return gsm8k_answer(response) == right
 
 
 def last_number_without_commas(text: str) -> float | None:
@@ -158,14 +171,12 @@ def last_number_without_commas(text: str) -> float | None:
     return float(numbers[-1]) if numbers else None
 
 
-def gsm8k_official_reward(
-    prompts: Sequence[Content], completions: Sequence[Content], answer: list[str], **columns: Any
-) -> list[float]:
+@each
+def gsm8k_official_reward(response: str, answer: str) -> float:
     """Return 1.0 if the last numbers of response and gold solution are equal, else 0.0.
 
     The grader of the paper's code, `src/gsm8k_utils.py` of github.com/bbartoldson/TBA, for
     comparisons; prefer `gsm8k_reward`.
     """
-    found = [last_number_without_commas(text_of(completion)) for completion in completions]
-    gold = [last_number_without_commas(text) for text in answer]
-    return [float(x is not None and x == y) for x, y in zip(found, gold, strict=True)]
+    found = last_number_without_commas(response)
+    return found is not None and found == last_number_without_commas(answer)

@@ -9,10 +9,9 @@ question that the model received; if the package generates another question, an 
 import functools
 import importlib
 import re
-from collections.abc import Sequence
 from typing import Any
 
-from tba_jax.rewards.numeric import Content, text_of
+from tba_jax.rewards.numeric import each
 
 try:
     # An import statement would make type checkers import this module itself.
@@ -27,16 +26,11 @@ _create = functools.lru_cache(maxsize=8)(_package.create_dataset)
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
+@each
 def answer_reward(
-    prompts: Sequence[Content],
-    completions: Sequence[Content],
-    dataset: list[str],
-    seed: list[int],
-    size: list[int],
-    index: list[int],
-    **columns: Any,
-) -> list[float]:
-    """Return the data set's score of each answer, in [0, 1]; some data sets give partial credit.
+    prompt: str, response: str, dataset: str, seed: int, size: int, index: int
+) -> float:
+    """Return the data set's score of the answer, in [0, 1]; some data sets give partial credit.
 
     Args:
         dataset: name in reasoning-gym.
@@ -46,18 +40,13 @@ def answer_reward(
     Raises:
         ValueError: the installed reasoning-gym generates another question for this seed and index.
     """
-    rewards = []
-    rows = zip(prompts, completions, dataset, seed, size, index, strict=True)
-    for prompt, completion, name, data_seed, data_size, i in rows:
-        data = _create(name, seed=data_seed, size=data_size)
-        entry = data[i]
-        if entry["question"] not in text_of(prompt):
-            raise ValueError(
-                f"reasoning_gym:{name}, seed {data_seed}, index {i}: the installed package "
-                f"generates another question than the prompt: {entry['question']!r:.200}. Install "
-                "the version with which the run started"
-            )
-        answers = _ANSWER.findall(text_of(completion))
-        answer = answers[-1].strip() if answers else None
-        rewards.append(float(data.score_answer(answer=answer, entry=entry)))
-    return rewards
+    data = _create(dataset, seed=seed, size=size)
+    entry = data[index]
+    if entry["question"] not in prompt:
+        raise ValueError(
+            f"reasoning_gym:{dataset}, seed {seed}, index {index}: the installed package generates "
+            f"another question than the prompt: {entry['question']!r:.200}. Install the version "
+            "with which the run started"
+        )
+    answers = _ANSWER.findall(response)
+    return data.score_answer(answer=answers[-1].strip() if answers else None, entry=entry)

@@ -125,9 +125,9 @@ def test_the_last_number_without_commas(text, official, ours):
 
 
 def test_rewards_and_the_prompt_are_those_of_the_code():
-    gold = ["48+24\n#### 72", "#### 1,000"]
-    assert numeric.gsm8k_official_reward(["", ""], ["it is 72.", "a 1000 or 2"], gold) == [1.0, 0.0]
-    assert numeric.gsm8k_official_reward([""], ["no idea"], ["#### 3"]) == [0.0]
+    gold, prompts, texts = ["48+24\n#### 72", "#### 1,000"], ["", ""], ["it is 72.", "a 1000 or 2"]
+    assert numeric.gsm8k_official_reward(prompts, texts, answer=gold) == [1.0, 0.0]
+    assert numeric.gsm8k_official_reward([""], ["no idea"], answer=["#### 3"]) == [0.0]
     prompt = GSM8KOfficial.text.format(question="1+1?")
     assert prompt == "[MATH TASK] Problem:\n1+1?\n\nSolution:\n"
 
