@@ -91,28 +91,29 @@ def make_source(
         sources[named] = VictimReward(settings.victim, settings.classifier, **options)
     elif named:
         sources |= make_judge(settings, named, row, logs).sources
-    if reward.model_path:
-        from tba_jax.rewards.reward_models import RewardModel
-
-        options = {"site": site, "missing_eos": reward.missing_eos}
-        model = RewardModel(reward.model_path, policy_tokenizer=tokenizer, **options)
-        sources["reward_model"] = model
+    if path := reward.model_path:
+        sources["reward_model"] = _load(path, tokenizer, site, missing_eos=reward.missing_eos)
     weights = settings.task.reward_weights
     return WeightedSum(sources, weights, reward.max_failure_rate) if sources else None
+
+
+def _load(path: str, tokenizer: "Tokenizer", site: "Site", **options: float) -> RewardSource:
+    from tba_jax.rewards.reward_models import RewardModel
+
+    return RewardModel(path, policy_tokenizer=tokenizer, site=site, **options)
 
 
 def make_judge(settings: Any, functions: str, row: Row, logs: Path | None) -> WeightedSum:
     """Make the sum of reward functions, whose names are separated by commas, as `make_source`."""
     names = [name.strip() for name in functions.split(",")]
-    short = [name.rpartition(":")[2] for name in names]
     num_workers = 0
     if GIVEN.keys().isdisjoint(names):
         num_workers = max(1, (settings.reward.num_workers or workers_by_cores()) // len(names))
-    timeout_s = settings.reward.timeout_s
+    options: Any = {"num_workers": num_workers, "row": row, "logs": logs}
+    options["timeout_s"] = settings.reward.timeout_s
+    short = [name.rpartition(":")[2] for name in names]
     sources = {
-        part if short.count(part) == 1 else name: RewardPool(
-            name, timeout_s=timeout_s, row=row, num_workers=num_workers, logs=logs
-        )
+        part if short.count(part) == 1 else name: RewardPool(name, **options)
         for part, name in zip(short, names, strict=True)
     }
     return WeightedSum(sources, (), settings.reward.max_failure_rate)
@@ -133,24 +134,22 @@ def make_gold(
     Raises:
         ValueError: the judge cannot be used or is missing, or the data has no reference responses.
     """
-    if not settings.eval.gold:
-        if metric == "win_rate":
-            raise ValueError(
-                f"task {settings.task.name} has the metric win rate, which needs a judge; set "
-                "--config.eval.gold to a reward model other than the one that trains, or to "
-                "package.module:function"
-            )
+    gold, named = settings.eval.gold, settings.task.name
+    if not gold and metric == "win_rate":
+        raise ValueError(
+            f"task {named} has the metric win rate, which needs a judge; set --config.eval.gold to "
+            "a reward model other than the one that trains, or to package.module:function"
+        )
+    if not gold:
         return None
     if "answer" not in row[1]:
         raise ValueError(
-            f"{settings.eval.gold} judges the win rate over reference responses, which are the "
-            f"column `answer` of a prompt, and task {settings.task.name} has no such column; add "
-            "it to the data, or leave eval.gold empty"
+            f"{gold} judges the win rate over reference responses, which are the column `answer` "
+            f"of a prompt, and task {named} has no such column; add it to the data, or leave "
+            "eval.gold empty"
         )
     if path := settings.eval.gold_model:
-        from tba_jax.rewards.reward_models import RewardModel
-
-        return RewardModel(path, site=site, policy_tokenizer=tokenizer)
+        return _load(path, tokenizer, site)
     return make_judge(settings, settings.eval.gold_reward, row, logs)
 
 
