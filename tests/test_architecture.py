@@ -186,6 +186,7 @@ TEST_LIMITS = {
     ("replay",): 720,
     ("search", "evaluation"): 955,
     ("chaos",): 535,
+    ("rewards", "environments"): 2090,
     ("integration",): 960,
     ("planning",): 615,
     ("report", "commands"): 915,

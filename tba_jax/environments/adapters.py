@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from tba_jax.rewards.functions import accepted, as_number, imported
-from tba_jax.workers import Exchange, Handler
+from tba_jax.workers import Handler, Reply
 
 BASE_URL = "base_url"
 """First argument of an agent, and name of the row's column that has its value."""
@@ -191,13 +191,12 @@ def make_handler(name: str) -> Handler:
     """
     free: list[Any] = []
 
-    async def handle(exchange: Exchange, message: Any) -> None:
+    async def handle(message: Any, reply: Reply) -> Any:
         async def turn(text: Any = None, results: Sequence[str] = ()) -> Any:
             if not isinstance(text, str | None):
                 reason = f"the observation is a {type(text).__name__}; return a text or None"
                 raise _Failure("environment_type", reason)
-            request = {"text": text or "", "results": list(results)}
-            return await exchange.answer_and_wait(request)
+            return await reply({"text": text or "", "results": list(results)})
 
         kind, value = message
         try:
@@ -216,7 +215,7 @@ def make_handler(name: str) -> Handler:
             traceback.print_exception(error)  # into the log file of the worker
             *_, last = traceback.format_exception_only(error)
             answer = {"failure": "environment_error", "reason": last.strip()[:4000]}
-        exchange.answer(answer)
+        return answer
 
     return handle
 

@@ -3,15 +3,14 @@
 
 A function is named "package.module:function" or "path/to/file.py:function". It receives, as lists,
 those of `prompts`, `completions`, `completion_ids` and the columns of the data that its signature
-names, and TRL's `log_metric`. It returns one float or None per completion. It may hang, raise,
-crash its process or return an invalid value.
+names, and TRL's `log_metric`. It returns one float or None per completion.
 
 A call has one whole group (all responses to a prompt) and a deadline. If it fails, each response is
 tried alone to find those that fail, and the others are scored together in one more call, whose
 deadline is as long as all of them may take. Responses that are alone share calls.
 
-Functions that exist only in this process, such as functions of a notebook, are called in a thread
-of the pool: a call that hangs is not stopped, and a call that crashes ends the run.
+Functions that exist only in this process, such as functions of a notebook, are called in a thread:
+a call that hangs is not stopped, and a call that crashes ends the run.
 
 Invariants: a failure is never a reward of 0. Results depend on no measured time, except for a
 response that misses its deadline. This module imports neither jax nor transformers.
@@ -29,13 +28,12 @@ import os
 import statistics
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 from tba_jax.rewards.scores import NONE, Completions, RewardFailure, RewardSource, Score
 from tba_jax.settings import GIVEN, import_file
-from tba_jax.workers import Exchange, Handler, WorkerFailed, WorkerPool
+from tba_jax.workers import Handler, Reply, WorkerFailed, WorkerPool, start_loop
 
 # Seconds for the trial on one row before training; the run itself shows whether a function hangs.
 TRIAL_S = 10.0
@@ -111,8 +109,8 @@ def make_handler(function: str) -> Handler:
     with contextlib.suppress(_Unusable):
         _load(function)
 
-    async def handle(exchange: Exchange, arguments: Any) -> None:
-        exchange.answer(await call(function, arguments))
+    async def handle(arguments: Any, _: Reply) -> list[Score]:
+        return await call(function, arguments)
 
     return handle
 
@@ -215,15 +213,14 @@ class RewardPool(RewardSource):
         self.function, self._timeout_s = function, timeout_s
         options: Any = {"num_workers": num_workers, "logs": logs}
         self._workers = WorkerPool("reward", make_handler, (function,), **options)
-        self._is_local = not num_workers
+        self._local = None if num_workers else start_loop("rewards")
         _load.cache_clear()  # a notebook may define another function of the same name
         prompt, columns = row or ("", {})
         answer = columns.get("answer", columns.get("reference_answer"))
         text = answer if isinstance(answer, str) else ""
         listed = {name: [value] for name, value in columns.items()}
         self._row = _arguments(Completions([prompt], [text], listed)) | {"completion_ids": [[0]]}
-        limit_s = min(TRIAL_S, timeout_s)
-        self._trial = row and self._begin(self._row, limit_s)
+        self._trial = row and self._workers.run(self._call(self._row, [0], min(TRIAL_S, timeout_s)))
 
     def check(self) -> None:
         """Wait until a worker has tried the function on the row; a late trial does not fail.
@@ -234,7 +231,7 @@ class RewardPool(RewardSource):
         """
         if self._trial is None:
             return
-        (score,) = asyncio.run(self._end(self._trial, self._row))
+        (score,) = self._trial.result()
         if score.reason not in _FAILED[:2]:
             return
         report = score.text.partition("\nprompt: ")[0]
@@ -268,50 +265,45 @@ class RewardPool(RewardSource):
 
     def close(self) -> None:
         self._workers.close()
+        if self._local is not None and not self._local.is_closed():
+            self._local.call_soon_threadsafe(self._local.stop)
 
     async def _score_group(self, arguments: Arguments, group: list[int]) -> list[Score]:
         """Score responses together; if the call fails, without those that fail alone."""
-        whole = await self._score_call(arguments, group, self._timeout_s)
+        whole = await self._call(arguments, group, self._timeout_s)
         if whole[0].reason not in _FAILED or len(group) == 1:
             return whole
-        calls = [self._score_call(arguments, [i], self._timeout_s) for i in group]
+        calls = [self._call(arguments, [i], self._timeout_s) for i in group]
         alone = [score for (score,) in await asyncio.gather(*calls)]
-        places = [j for j, score in enumerate(alone) if score.reason not in _FAILED]
-        if places:
-            limit_s = self._timeout_s * len(places)
-            rest = await self._score_call(arguments, [group[j] for j in places], limit_s)
-            for j, score in zip(places, rest, strict=True):
-                alone[j] = score
-        return alone
+        found = dict(zip(group, alone, strict=True))
+        if rest := [i for i, score in found.items() if score.reason not in _FAILED]:
+            together = await self._call(arguments, rest, self._timeout_s * len(rest))
+            found |= zip(rest, together, strict=True)
+        return list(found.values())
 
-    async def _score_call(
+    async def _call(
         self, arguments: Arguments, items: Sequence[int], timeout_s: float
     ) -> list[Score]:
+        """Call the function once; raise an error if no call can succeed."""
         chosen = {name: [column[i] for i in items] for name, column in arguments.items()}
-        return await self._end(self._begin(chosen, timeout_s), chosen)
-
-    def _begin(self, arguments: Arguments, timeout_s: float) -> "Future[Any]":
-        """Call the function in an idle worker, or in this process."""
-        if self._is_local:
-            return self._workers.run(call(self.function, arguments))
-        return self._workers.call(arguments, timeout_s, "a call")
-
-    async def _end(self, future: "Future[Any]", arguments: Arguments) -> list[Score]:
-        """Return the scores of a call; raise an error if no call can succeed."""
-        prompts, completions = arguments["prompts"], arguments["completions"]
+        if self._local is None:
+            future = self._workers.call(chosen, timeout_s, "a call")
+        else:
+            future = self._workers.run(call(self.function, chosen), self._local)
         try:
             scores = [Score(*x) for x in await asyncio.wrap_future(future)]
         except WorkerFailed as error:
             text = f"reward function {self.function}: {error}"
             if (name := f"reward_{error.name}") not in _FAILED:
                 raise RewardFailure(text) from None
-            scores = [Score(None, name, text)] * len(completions)
+            scores = [Score(None, name, text)] * len(items)
         if scores[0].reason == _UNUSABLE:
             raise ValueError(f"reward function {self.function!r} {scores[0].text}")
-        for i, (prompt, text) in enumerate(zip(prompts, completions, strict=True)):
-            if scores[i].reason:
-                shown = f"{scores[i].text}\nprompt: {prompt!r:.500}\ncompletion: {text!r:.500}"
-                scores[i] = scores[i]._replace(text=shown)
+        for i, score in enumerate(scores):
+            if score.reason:
+                of = f"prompt: {chosen['prompts'][i]!r:.500}"
+                of += f"\ncompletion: {chosen['completions'][i]!r:.500}"
+                scores[i] = score._replace(text=f"{score.text}\n{of}")
         return scores
 
 

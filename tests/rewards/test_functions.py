@@ -48,6 +48,9 @@ def needs_state(completions, trainer_state):
 def needs_environments(completions, environments):
     return [1.0] * len(completions)
 
+def needs_log_extra(completions, log_extra):
+    return [1.0] * len(completions)
+
 def logs(completions, log_metric):
     log_metric("words", sum(len(c.split()) for c in completions))
     return [1.0] * len(completions)
@@ -131,45 +134,33 @@ def test_a_file_hides_no_module_of_that_name(path):
 
 
 @pytest.mark.parametrize(
-    ("function", "columns", "message"),
+    ("function", "message"),
     [
-        (
-            "{path}:no_prompts",
-            ("answer",),
-            r"no_prompts\(\) missing .* 'target'. It may take .*, answer, completion_ids and log_m",
-        ),
-        (
-            "{path}:needs_state",
-            ("answer",),
-            "missing .* 'trainer_state'. .* Reward processes do not see the trainer",
-        ),
-        ("{path}:needs_environments", ("answer",), r"'environments'. .* a method get_reward\(\)"),
-        ("{folder}/none.py:f", None, r"cannot be loaded: FileNotFoundError: no file .*/none\.py"),
-        (
-            "{folder}/broken.py:f",
-            None,
-            "loaded: ModuleNotFoundError: No module named 'no_such_package'",
-        ),
-        ("no_such.module:f", None, "No module named 'no_such'. Want package.module:function"),
-        ("no_colon", None, "Empty module name. Want package.module:function"),
-        ("{path}:np", None, "is a module, not a function"),
+        ("{folder}/none.py:f", r"cannot be loaded: FileNotFoundError: no file .*/none\.py"),
+        ("{folder}/broken.py:f", "loaded: ModuleNotFoundError: No module named 'no_such_package'"),
+        ("no_such.module:f", "No module named 'no_such'. Want package.module:function"),
+        ("no_colon", "Empty module name. Want package.module:function"),
+        ("{path}:np", "is a module, not a function"),
+        ("{path}:no_prompts", r"no_prompts\(\) missing .* 'target'. It may take .*, answer, comp"),
+        ("{path}:needs_state", "missing .* 'trainer_state'. .* Reward processes do not see the"),
+        ("{path}:needs_environments", r"'environments'. .* a method get_reward\(\)"),
+        ("{path}:needs_log_extra", "'log_extra'. .* No table of completions is logged"),
     ],
 )
-def test_what_cannot_be_used_is_said_at_the_start(path, function, columns, message):
+def test_what_cannot_be_used_is_said_at_the_start(path, function, message):
     name = function.format(path=path, folder=os.path.dirname(path))
-    row = "", dict.fromkeys(("answer", *(columns or ())), "")
-    pool = RewardPool(name, timeout_s=5.0, row=row)
-    with pytest.raises(ValueError, match=message):
+    with here(name, row=("", {"answer": ""})) as pool, pytest.raises(ValueError, match=message):
         pool.check()
-    pool.close()
+
+
+def here(function, **options):
+    """A pool without processes: the function runs in a thread."""
+    return contextlib.closing(RewardPool(function, timeout_s=5.0, num_workers=0, **options))
 
 
 def scored(path, name, *arguments):
-    pool = RewardPool(f"{path}:{name}", timeout_s=1.0)
-    try:
+    with here(f"{path}:{name}") as pool:
         return asyncio.run(pool.score(Completions(*arguments)))
-    finally:
-        pool.close()
 
 
 def test_values_of_log_metric_are_parts_of_the_reward(path):
@@ -203,8 +194,7 @@ def test_chats_reach_the_function_as_messages(path):
 def test_a_function_of_texts_is_told_that_completions_of_chats_are_messages(path, is_chat):
     chat = {"answer": "a", "prompt": [{"role": "user", "content": "a"}]}
     columns = chat if is_chat else {"answer": ""}
-    pool = RewardPool(f"{path}:first", timeout_s=5.0, row=("a", columns))
-    with pytest.raises(ValueError, match="fails on the first row") as error:
+    name, failure = f"{path}:first", "fails on the first row"
+    with here(name, row=("a", columns)) as pool, pytest.raises(ValueError, match=failure) as error:
         pool.check()
     assert ("its text is completion[0]['content']" in str(error.value)) == is_chat
-    pool.close()
