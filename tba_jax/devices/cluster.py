@@ -142,15 +142,13 @@ def start(address: Address, *, heartbeat_s: int, shutdown_s: int, join_s: float 
     import jax
 
     towards = address.coordinator_address
-    given: dict[str, Any] = {"heartbeat_timeout_seconds": heartbeat_s}
-    given |= {"shutdown_timeout_seconds": shutdown_s}
+    who = dict[str, Any](heartbeat_timeout_seconds=heartbeat_s, shutdown_timeout_seconds=shutdown_s)
     if towards:  # else the platform provides this
-        given |= {**address._asdict(), "cluster_detection_method": "deactivate"}
+        who |= {**address._asdict(), "cluster_detection_method": "deactivate"}
     # Processes of one machine use a loopback address, which other machines cannot reach.
     if towards.startswith(("127.", "localhost:", "[::1]:")):
-        given |= {"coordinator_bind_address": towards}
-    host, _, port = towards.rpartition(":")
-    end_s = time.monotonic() + join_s
+        who |= {"coordinator_bind_address": towards}
+    (host, _, port), end_s = towards.rpartition(":"), time.monotonic() + join_s
     _num_exchanges.clear()
     try:
         # JAX would end the process: by a segmentation fault where the port of process 0 is taken,
@@ -167,7 +165,7 @@ def start(address: Address, *, heartbeat_s: int, shutdown_s: int, join_s: float 
                 time.sleep(0.5)
         # SIGTERM goes to this project's handler, which informs the other processes by a message.
         jax.config.update("jax_enable_preemption_service", False)
-        jax.distributed.initialize(**given)
+        jax.distributed.initialize(**who)
     except (OSError, RuntimeError, ValueError) as error:
         raise PeerError(
             f"joining the other processes at {towards or 'the pod'} failed: "

@@ -84,9 +84,7 @@ def _files(folder: epath.Path, prefix: str = "") -> Iterator[tuple[str, epath.Pa
 
 def _digest(file: epath.Path) -> tuple[int, str]:
     """Return the size in bytes and the CRC-32C in hex; memory mapping could end the process."""
-    size = value = 0
+    digest = google_crc32c.Checksum()
     with file.open("rb") as stream:
-        while piece := stream.read(_PIECE):
-            value = google_crc32c.extend(value, piece)
-            size += len(piece)
-    return size, f"{value:08x}"
+        size = sum(map(len, digest.consume(stream, _PIECE)))
+    return size, digest.hexdigest().decode()

@@ -25,14 +25,19 @@ NUM_KEPT = 2  # newest folders that stay in storage
 TIMEOUT_S = 600
 """Time in seconds after which an incomplete save counts as failed."""
 _UNFINISHED = ".orbax-checkpoint-tmp"
+_DELETED = "00" + _UNFINISHED  # old folders are moved here first: no kill leaves half of one
 
 
 class _Manager(ocp.CheckpointManager):
     """Orbax's manager without JAX's preemption service, which `devices.cluster` turns off."""
 
     def reached_preemption(self, step: int) -> bool:
-        del step
         return False
+
+    def _finalize(self, step: int, steps_to_remove: list[int]) -> None:
+        super()._finalize(step, steps_to_remove)
+        if jax.process_index() == self._multiprocessing_options.primary_host:
+            (self.directory / _DELETED).rmtree(missing_ok=True)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +47,6 @@ class _Kept(PreservationPolicy):
     is_kept: Callable[[int], bool]
 
     def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
-        del context
         steps = [each.step for each in checkpoints]
         return [step in steps[-NUM_KEPT:] or self.is_kept(step) for step in steps]
 
@@ -75,9 +79,8 @@ class SavedSteps:
     ) -> None:
         folder = epath.Path(folder)  # Orbax needs an absolute path
         self.folder = folder if is_address(folder) else epath.Path(os.path.abspath(folder))
-        self.run_id = run_id
         self._item, self._error, self._timeout_s = item, error, timeout_s
-        self._before_commit = before_commit
+        self.run_id, self._before_commit = run_id, before_commit
         self._write_files: FolderWriter = lambda folder: None
         self._saving: int | None = None
         members = (jax.process_index(),) if members is None else members
@@ -102,6 +105,7 @@ class SavedSteps:
                 save_interval_steps=0 if read_only else 1,
                 create=False,
                 read_only=read_only,
+                todelete_subdir=None if read_only else _DELETED,
                 async_options=ocp.options.AsyncOptions(
                     timeout_secs=timeout_s,
                     post_finalization_callback=self._finish_files,

@@ -116,15 +116,6 @@ def test_one_flipped_bit_of_any_file_is_named(tmp_path):
     checkpoints.close()
 
 
-def test_an_interrupted_save_is_removed_by_the_next_run(tmp_path):
-    left = tmp_path / "checkpoints" / "30.orbax-checkpoint-tmp"
-    (left / "train_state").mkdir(parents=True)
-    Checkpoints(tmp_path, read_only=True)
-    assert left.exists()  # another process may be saving
-    Checkpoints(tmp_path).close()
-    assert not left.exists()
-
-
 def test_storage_that_hangs_ends_the_wait_and_leaves_the_older_checkpoint(tmp_path, monkeypatch):
     checkpoints = Checkpoints(tmp_path, timeout_s=1)
     checkpoints.save(10, {"w": jnp.zeros(2)}, HOST)

@@ -2,6 +2,7 @@
 """Numbered folders of Orbax: complete or invisible, of this run, with a digest for each file."""
 
 import itertools
+import shutil
 
 import jax.numpy as jnp
 import numpy as np
@@ -62,6 +63,17 @@ def test_only_old_folders_of_this_run_are_deleted(tmp_path):
     assert names(tmp_path) == ["0", "1", "2", "6", "7", "elsewhere"]
     delete_own(epath.Path(tmp_path), "f00d")
     assert names(tmp_path) == ["0", "1", "2", "elsewhere"]
+
+
+def test_a_kill_leaves_no_half_of_an_old_folder(tmp_path, monkeypatch):
+    steps = saved(tmp_path)
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", lambda path, **options: None)  # killed before
+        save(steps, 3, 4, 5)
+    saved(tmp_path, read_only=True)  # another process may be saving
+    assert names(tmp_path) == ["00.orbax-checkpoint-tmp", "4", "5"]
+    saved(tmp_path)
+    assert names(tmp_path) == ["4", "5"]
 
 
 @pytest.mark.parametrize("size", [0, 1, 101])
