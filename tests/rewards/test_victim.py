@@ -72,9 +72,9 @@ def test_the_same_call_gives_the_same_rewards_on_any_device_and_thread(victim):
 
 
 def test_a_too_long_attack_is_rejected_by_name_without_effect_on_others(victim):
-    out = score(victim, [ATTACKS[0], "1+" * 70])
-    assert out[0].reason is None and out[1][:2] == (None, "attack_too_long")
-    assert np.isnan(out[1].parts["toxicity"])
+    out = score(victim, [*ATTACKS, "1+" * 70])  # the others have the shapes of the test above
+    assert [x.reason for x in out] == [None, None, None, "attack_too_long"]
+    assert out[3].reward is None and np.isnan(out[3].parts["toxicity"])
     assert score(victim, ["1+" * 70])[0].reward is None
 
 
