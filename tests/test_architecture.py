@@ -192,7 +192,7 @@ TEST_LIMITS = {
     ("report", "commands"): 915,
     ("config",): 450,
     ("remote",): 770,
-    ("run",): 1160,
+    ("run",): 1135,
     OTHERS: 2360,
     ("",): 2290,  # with hf_settings and padded responses, which were parts of the package
 }

@@ -6,14 +6,18 @@ import signal
 
 import pytest
 from fleets import Fleet, below, check
+from listening import beyond_loopback, listening
 
 pytest.importorskip("ray", reason="a fleet needs the extra `fleet`")
 # Beside other work, a fleet of this machine takes minutes to compile.
-pytestmark = pytest.mark.timeout(1600)
+pytestmark = [pytest.mark.timeout(1600), pytest.mark.usefixtures("compiled_once")]
 
 
-def test_a_fleet_trains_on_responses_of_its_searchers(tmp_path):
+def test_a_fleet_trains_on_responses_of_its_searchers_and_listens_on_loopback_alone(tmp_path):
     fleet = Fleet(tmp_path / "run", num_steps=3, **{"fleet.max_searchers": 1})
+    fleet.until_step(1)
+    pids = [fleet.process.pid, *(pid for pid, _ in below(fleet.process.pid))]
+    assert len(listening(pids)) > 3 and not beyond_loopback(pids)
     assert fleet.end() == 0, fleet.told()
     assert check(fleet.workdir, 3)["fleet"]["searchers"] == 1
 

@@ -200,31 +200,6 @@ def test_a_searcher_that_waits_does_not_take_the_place_of_a_trainer_that_restart
     assert done.stdout.splitlines()[-1] == "done 1"
 
 
-START = """
-import os
-from fleets import below
-from listening import beyond_loopback, listening
-from tba_jax.config.schema import make_config
-from tba_jax.run.fleet import connected
-with connected(make_config({"placement": "fleet"})):
-    pids = [os.getpid(), *(pid for pid, _ in below(os.getpid()))]
-    print(len(listening(pids)) > 3, bool(beyond_loopback(pids)))
-"""
-
-
-def test_the_local_cluster_listens_on_loopback_alone():
-    pytest.importorskip("ray", reason="a fleet needs the extra `fleet`")
-    root = Path(__file__).parents[2]
-    folders = (root, root / "tests", root / "tests" / "integration")
-    done = subprocess.run(
-        [sys.executable, "-c", START],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders))},
-        capture_output=True, text=True, timeout=170, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "True False"
-
-
 def test_a_cluster_that_does_not_start_in_time_is_one_line(monkeypatch):
     ray = pytest.importorskip("ray", reason="a fleet needs the extra `fleet`")
 
