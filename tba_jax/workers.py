@@ -289,12 +289,16 @@ class WorkerPool:
         self._loop, self._is_closed = _loop_of_pools(), False
         self._open = set[Future[Any]]()
 
+    def open(self) -> Job:
+        """Return a new job."""
+        return Job(self)
+
     def call(self, message: Any, timeout_s: float, doing: str) -> "Future[Any]":
         """Return the answer to a job of one message, as `Job.ask`; it waits for an idle worker."""
 
         async def ask() -> Any:
             async with self._idle:
-                job = Job(self)
+                job = self.open()
                 try:
                     return await job.ask(message, timeout_s, doing)
                 finally:

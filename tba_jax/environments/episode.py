@@ -31,7 +31,7 @@ from tba_jax.flow.trajectory import FinishReason, Prompt, paths_of
 from tba_jax.rewards.scores import Score
 from tba_jax.serving.chat import Messages, extended, text_of
 from tba_jax.serving.protocol import ApiError, Call, Kind, Update, parse
-from tba_jax.workers import Job, WorkerFailed
+from tba_jax.workers import WorkerFailed
 
 # Folded into the key of a sample with the number of a turn. Larger than the number of any token.
 _TURNS = 2**30
@@ -140,7 +140,7 @@ class Environment:
 
     def __init__(self, pool: Any, attempt: Attempt, sample: Sample) -> None:
         self.pool, self.attempt, self.sample = pool, attempt, sample
-        self.job = Job(pool.workers)
+        self.job = pool.workers.open()
         self.row = {"prompt": attempt.prompt.text, **attempt.prompt.columns}
         self.path = 0  # path of the next turn
         self._paths: list[_Path] = []

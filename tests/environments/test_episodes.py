@@ -26,7 +26,7 @@ LIMIT = 20
 
 
 class Job:
-    async def leave(self): ...
+    def leave(self): ...
 
 
 class Counting(Environment):

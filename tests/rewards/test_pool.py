@@ -213,17 +213,18 @@ def test_a_function_that_compares_responses_gives_equal_rewards_when_it_is_slow_
 
 def test_a_coroutine_that_waits_for_ever_is_late_although_other_jobs_are_answered(monkeypatch):
     monkeypatch.syspath_prepend(os.getcwd())
+    monkeypatch.setattr(workers, "_MOST_DEADLINES", 4)
     pool = workers.WorkerPool(
         "job", importlib.import_module("user_rewards").make_jobs, (), num_workers=1
     )
 
     async def ask():
-        waits, plays = workers.Job(pool), workers.Job(pool)
-        waiting = asyncio.ensure_future(waits.ask("wait", 0.05, "a wait"))
+        waits, plays = pool.open(), pool.open()
+        waiting = asyncio.ensure_future(waits.ask("wait", 0.5, "a wait"))
         with pytest.raises(workers.WorkerFailed, match="by another job|another job ended"):
             while asyncio.get_running_loop().time() < end:
                 assert await plays.ask("ping", 60.0, "a ping") == "pong"
-        with pytest.raises(workers.WorkerFailed, match="a wait took longer than 0.05 s"):
+        with pytest.raises(workers.WorkerFailed, match="a wait took longer than 0.5 s"):
             await waiting
 
     end = time.monotonic() + 60.0
