@@ -10,9 +10,10 @@ stop token, or with the first token that completes a stop string. Its log-probs 
 distribution that the tokens were sampled from. With a fixed number of slots, every bit of a
 response depends only on its own prompt, key and settings.
 
-A chunk is read after the next one was launched, so that the device does not wait for the host. If
-requests wait for slots, it is read before, because a slot that it frees would be idle for a chunk.
-The device also computes while the caller is busy between two steps.
+On an accelerator, a chunk is read after the next one was launched, so that the device computes
+while host and caller are busy. A slot that the chunk frees is then idle for one more chunk; so the
+chunk is read before if requests wait for slots. On a CPU, whose cores programs and host share, a
+chunk is read at once (`Programs.launches_ahead`).
 
 With `keeps_caches`, the caches of ended responses stay on the device until a prompt continues them,
 another response needs the row, or the weights change. Invariant: a kept cache is used with the
@@ -217,13 +218,15 @@ class Session:
             yield from self.step()
 
     def step(self) -> list[Response]:
-        """Fill the free slots and launch a chunk; return the responses that earlier ones ended."""
+        """Fill the free slots and launch a chunk; return the responses that ended meanwhile."""
         start_s = time.perf_counter()
         finished = self._collect() if self._waiting or self._requests else []
         self._admit()
         chunk = self._launch()
         finished += self._collect()
         self._chunk = None if self.is_idle else chunk
+        if not self.decoder.launches_ahead:
+            finished += self._collect()
         self.statistics.decode_s += time.perf_counter() - start_s
         return finished
 

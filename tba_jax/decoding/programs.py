@@ -131,6 +131,7 @@ class Programs:
         pieces: width of a piece of prompts, ascending -> number of prompts that are read at a time.
         num_stop_ids: maximum number of tokens that end a response.
         num_rows: number of rows at the end of a pool into which prompts are read.
+        launches_ahead: whether a session launches a chunk before it reads the previous one.
         extend, copy, run_chunk: the jitted programs.
     """
 
@@ -163,6 +164,8 @@ class Programs:
         self.num_rows = max(self.pieces.values())
         self.cache_sharding = cache_sharding(config, site.mesh) if site.is_divided else None
         self._kernels = attention.Kernels(config.attention, site.platform, self.cache_sharding)
+        # Where programs and the host share cores, nothing is computed while the host waits for it.
+        self.launches_ahead = site.platform not in ("any", "cpu")
         self._locked = site.locked
         self.extend = self._jit(self._extend, donate_argnums=1)
         self.copy = self._jit(self._copy, donate_argnums=0)

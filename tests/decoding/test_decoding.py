@@ -10,6 +10,7 @@ from fake_models import ONE_LAYER, TINY_LOGIT, logprob_bound, random_params, tin
 
 from tba_jax.decoding.keys import row_keys
 from tba_jax.decoding.requests import SamplingSettings
+from tba_jax.devices.site import any_device
 from tba_jax.models import transformer
 
 CONFIG = ONE_LAYER
@@ -265,12 +266,15 @@ class Noted:
         return np.asarray(self.value)
 
 
-@pytest.mark.parametrize(("num_prompts", "order"), [(1, "LLRLR"), (2, "LRLRLLRLR")])
-def test_a_chunk_is_read_after_the_next_launch_unless_requests_wait(
-    params, monkeypatch, num_prompts, order
+@pytest.mark.parametrize(
+    ("platform", "num_prompts", "order"),
+    [("tpu", 1, "LLRLR"), ("tpu", 2, "LRLRLLRLR"), ("cpu", 1, "LRLR"), ("any", 2, "LRLRLRLR")],
+)
+def test_an_accelerator_gets_the_next_chunk_before_the_last_is_read_unless_requests_wait(
+    params, monkeypatch, platform, num_prompts, order
 ):
-    """Two chunks a response, in one slot; the last launch finds no response to continue."""
-    decoder, events = tiny_decoder(), []
+    """Two chunks a response, in one slot; on an accelerator the last launch finds no response."""
+    decoder, events = tiny_decoder(site=any_device(platform)), []
     run_chunk = decoder.run_chunk
 
     def noted(*args):
@@ -287,8 +291,9 @@ def test_a_chunk_is_read_after_the_next_launch_unless_requests_wait(
     assert short == order
 
 
-def test_a_cancelled_request_leaves_nothing_in_its_slot(params, decoder):
+def test_a_cancelled_request_leaves_nothing_in_its_slot(params):
     """A chunk of the cancelled response is in flight when another response gets the slot."""
+    decoder = tiny_decoder(site=any_device("tpu"))
     keys, settings = row_keys(KEY, 2)[:, None], SamplingSettings(16, stop_ids=())
     (wanted,) = decoder.decode(params, PROMPTS[1:2], num_samples=1, key=keys[1:], settings=settings)
     session = decoder.session(params, num_slots=1)
