@@ -99,8 +99,10 @@ def sample_tokens(
         least = _least_kept_weight(source, top_p, top_k)[:, None, None]
         return _draw(source, lambda w: jnp.where(w >= least, w, 0), bits)
 
-    is_truncated = jnp.any((top_p < 1) | (top_k > 0))
-    token, logprob = jax.lax.cond(is_truncated, truncated, lambda: _draw(blocks, tempered, bits))
+    # Every row has the plain draw, so that neighbours with top-k or top-p change no bit of it.
+    plain, is_truncated = _draw(blocks, tempered, bits), (top_p < 1) | (top_k > 0)
+    found = jax.lax.cond(jnp.any(is_truncated), truncated, lambda: plain)
+    token, logprob = (jnp.where(is_truncated, x, y) for x, y in zip(found, plain, strict=True))
     # The first of the largest logits by blocks: XLA's argmax is ten times slower on CPU.
     block = jnp.argmax(block_max, axis=-1).astype(jnp.int32)
     entry = jnp.argmax(_entries(blocks, block), axis=-1).astype(jnp.int32)

@@ -94,6 +94,20 @@ def test_the_drawn_distribution_is_the_softmax(name):
     assert lost.sum() <= {"normal 3": 10, "one dominant": 500}.get(name, 0)
 
 
+@pytest.mark.parametrize("v", [23, 50257])
+def test_a_row_does_not_depend_on_the_settings_of_its_neighbours(v):
+    """Bit by bit: plain, top-p and top-k rows beside rows of the same and of other settings."""
+    b = 64
+    logits = jnp.asarray(np.random.default_rng(3).normal(size=(b, v)) * 3, jnp.float32)
+    kinds = [settings(b, 3.0), settings(b, 3.0, top_p=0.9), settings(b, 3.0, top_k=20)]
+    kind = np.arange(b) % 3
+    mixed = [jnp.asarray(np.choose(kind, parts)) for parts in zip(*kinds, strict=True)]
+    found = draw(logits, words(b), mixed)
+    for i, alike in enumerate(kinds):
+        for x, y in zip(found, draw(logits, words(b), alike), strict=True):
+            np.testing.assert_array_equal(x[kind == i], y[kind == i])
+
+
 def test_draws_at_full_size_follow_the_softmax_and_report_it():
     """12,800 draws in 40 arbitrary classes of tokens: chi-square, false alarm 1e-6, fixed seed."""
     logits, b, calls = shape("normal 3"), 128, 100
