@@ -45,8 +45,9 @@ class Tokenizer:
         bos_id: beginning-of-sequence token, None if the model has none.
         adds_bos: the model expects `bos_id` before plain text, because its own tokenizer adds it
             (Llama's does; those of GPT-2, Pythia and Qwen do not).
-        eos_ids: all tokens that end a response: the tokenizer's own, then those of
-            generation_config.json, or of config.json if the former has none.
+        eos_ids: all tokens that end a response: those of generation_config.json, or of config.json
+            if the former has none, as in transformers. The tokenizer's own token is the first if it
+            is one of them, and the only one if both files have none.
         pad_id: padding token, else the first end-of-sequence token, else 0. It can be one of
             `eos_ids` (Qwen: <|endoftext|> is both).
         end: largest token ID plus 1, also of added tokens; the model may have more rows.
@@ -74,11 +75,11 @@ class Tokenizer:
         bos, eos, pad = (ids.get(name) for name in ("bos", "eos", "pad"))
         self.bos_id: int | None = model.get("bos_token_id") if bos is None else bos
         self.adds_bos = self.bos_id is not None and library.encode("a").ids[:1] == [self.bos_id]
-        own: list[int] = [] if eos is None else [eos]
         ends = _end_ids(_read_json(folder / "generation_config.json")) or _end_ids(model)
-        self.eos_ids: tuple[int, ...] = tuple(filter(self._has_row, dict.fromkeys([*own, *ends])))
-        if not self.eos_ids and (own or ends):
-            raise self._no_row("end-of-sequence token", max([*own, *ends]))
+        ends = sorted(ends or _end_ids({"eos_token_id": eos}), key=lambda i: i != eos)
+        self.eos_ids: tuple[int, ...] = tuple(filter(self._has_row, dict.fromkeys(ends)))
+        if ends and not self.eos_ids:
+            raise self._no_row("end-of-sequence token", max(ends))
         # A pad token without a row would index beyond the embedding.
         fallback = (self.eos_ids or (0,))[0]
         self.pad_id: int = fallback if pad is None or not self._has_row(pad) else pad

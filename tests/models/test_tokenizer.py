@@ -334,12 +334,19 @@ def test_a_chat_has_the_ids_of_transformers(tmp_path, name, messages, adds_bos):
 
 
 def test_generation_config_decides_which_tokens_end_a_response(tmp_path):
+    """As in `generate` of transformers, which never asks the tokenizer."""
+    from transformers import GenerationConfig
+
     tokenizer = write_folder(
-        tmp_path, byte_level(), special=("eos",), declared=[EOS, PAD], model={"eos_token_id": 2}
+        tmp_path, byte_level(), special=("eos",), declared=[PAD, 40], model={"eos_token_id": 2}
     )
-    assert tokenizer.eos_ids == (EOS, PAD)  # 2, a stale value in config.json, is an ordinary token
+    assert tokenizer.eos_ids == (PAD, 40)  # 2, a stale value in config.json, is an ordinary token
+    assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == [PAD, 40]
+    # A response must end: where transformers knows no end token, the next source is used.
     (tmp_path / "generation_config.json").write_text("{}")
-    assert Tokenizer.load(tmp_path).eos_ids == (EOS, 2)
+    assert Tokenizer.load(tmp_path).eos_ids == (2,)
+    (tmp_path / "config.json").write_text("{}")
+    assert Tokenizer.load(tmp_path).eos_ids == (EOS,)
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])
