@@ -160,7 +160,7 @@ LIMITS = {
     "report": 1827,
     "commands": 1752,
     "models/hf": 1451,
-    "decoding": 1390,
+    "decoding": 1380,
     "config": 1062,
     "presets": 475,
     "remote": 1050,

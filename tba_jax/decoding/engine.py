@@ -31,7 +31,7 @@ import numpy as np
 from jaxtyping import Array
 
 from tba_jax.decoding.keys import row_keys
-from tba_jax.decoding.programs import Caches, Programs, empty_slots
+from tba_jax.decoding.programs import Caches, Programs, Slots, empty_slots
 from tba_jax.decoding.requests import Response, SamplingSettings, Statistics
 from tba_jax.models.transformer import Params
 
@@ -84,7 +84,6 @@ class Session:
         self._waiting = collections.deque[_Sample]()  # their prompts are in the pool
         self._samples: list[_Sample | None] = [None] * num_slots  # of each slot
         self._num_submitted = self._num_unfinished = 0  # requests; samples
-        self._empty, _ = empty_slots(1, decoder.num_stop_ids)
         # Changed on the host; before the next chunk, the copy on the device is replaced.
         self._slots, progress = empty_slots(num_slots, decoder.num_stop_ids)
         self._is_changed = False
@@ -196,21 +195,25 @@ class Session:
         Args:
             conversation: prompt and response of its last turn.
         """
-        row = self._kept.pop(_bytes(conversation[:-1]), None)
-        if row is not None:
-            self._free_rows.append(row)
+        self._release(_bytes(conversation[:-1]))
 
     def _drop_kept(self) -> None:
-        self._free_rows = [*range(self._num_kept)]
-        self._kept = dict[bytes, int]()  # tokens -> row, the least recently written first
+        """Make all rows free. `_kept` is text -> row, the least recently written row first."""
+        self._kept = collections.OrderedDict[bytes, int]()
+        for row in range(self._num_kept):
+            self._kept[_bytes(np.array([-1, row]))] = row  # a text that no prompt begins with
+
+    def _release(self, text: bytes) -> None:
+        """Make the row of a text free, so that the next text gets it."""
+        if (row := self._kept.pop(text, None)) is not None:
+            self._kept[free := _bytes(np.array([-1, row]))] = row
+            self._kept.move_to_end(free, last=False)
 
     def _row_for(self, text: bytes) -> int:
-        """Return the row for a conversation: a free one, or the least recently written one."""
-        row = self._kept.pop(text, None)
-        if row is None and self._free_rows:
-            row = self._free_rows.pop()
-        self._kept[text] = self._kept.pop(next(iter(self._kept))) if row is None else row
-        return self._kept[text]
+        """Return the row for a text: its own, else a free one, else the least recently written."""
+        row = self._kept.pop(text) if text in self._kept else self._kept.popitem(last=False)[1]
+        self._kept[text] = row
+        return row
 
     def run(self) -> Iterator[Response]:
         """Yield responses as they finish, until the session is idle."""
@@ -270,8 +273,8 @@ class Session:
                 break
             batch.append(self._requests.popleft())
             begins.append(begin)
-            rows.append(self._kept.pop(prefix, 0))
-            self._free_rows += rows[-1:] if prefix else []
+            rows.append(self._kept.get(prefix, 0))
+            self._release(prefix)
         prompts = [group[0].prompt[:-1] for group in batch]
         self.statistics.kept_tokens += sum(begins)
         self.statistics.prompt_tokens += sum(map(len, prompts))
@@ -296,24 +299,24 @@ class Session:
 
     def _assign(self, slot: int, sample: _Sample | None) -> None:
         """Assign a sample to a slot, or empty the slot; from the next launch on."""
-        slots, number = self._slots, self._slots.number[slot]
-        for part, empty in zip(jax.tree.leaves(slots), jax.tree.leaves(self._empty), strict=True):
-            part[slot] = empty[0]
-        slots.number[slot] = number + 1
+        new = Slots(number=self._slots.number[slot] + 1, stop_ids=-1)
+        if sample is not None:
+            prompt, settings = sample.prompt, sample.settings
+            ids = self.decoder.eos_ids if settings.stop_ids is None else settings.stop_ids
+            new = new._replace(
+                first=prompt[-1],
+                start=len(prompt) - 1,
+                keys=sample.key,
+                temperature=sample.response.temperature,
+                top_p=settings.top_p,
+                top_k=settings.top_k,
+                min_new_tokens=settings.min_new_tokens,
+                max_new_tokens=settings.max_new_tokens,
+                stop_ids=[*ids, *[-1] * (self.decoder.num_stop_ids - len(ids))],
+            )
+        for part, value in zip(self._slots, new, strict=True):
+            part[slot] = value
         self._samples[slot], self._is_changed = sample, True
-        if sample is None:
-            return
-        settings = sample.settings
-        slots.first[slot] = sample.prompt[-1]
-        slots.start[slot] = len(sample.prompt) - 1
-        slots.keys[slot] = sample.key
-        slots.temperature[slot] = sample.response.temperature
-        slots.top_p[slot] = settings.top_p
-        slots.top_k[slot] = settings.top_k
-        slots.min_new_tokens[slot] = settings.min_new_tokens
-        slots.max_new_tokens[slot] = settings.max_new_tokens
-        stop_ids = self.decoder.eos_ids if settings.stop_ids is None else settings.stop_ids
-        slots.stop_ids[slot, : len(stop_ids)] = stop_ids
 
     def _launch(self) -> _Chunk | None:
         """Launch a chunk; return None if there is no response to decode."""
@@ -342,7 +345,6 @@ class Session:
                 continue  # it ended before, or was cancelled
             y, num, settings = sample.response, int(nums[slot]), sample.settings
             text = np.concatenate([y.tokens, tokens[:num, slot]])
-            assert y.token_versions is not None
             strings = settings.stop_strings or self.decoder.stop_strings
             if end := strings.end(text, len(y.tokens)) if strings else 0:
                 text, num = text[:end], end - len(y.tokens)
@@ -391,7 +393,6 @@ class Decoder(Programs):
         key: Array | np.ndarray,
         settings: SamplingSettings,
         num_slots: int | None = None,
-        temperatures: np.ndarray | None = None,
     ) -> list[list[Response]]:
         """Return `num_samples` responses to each prompt.
 
@@ -403,7 +404,6 @@ class Decoder(Programs):
                 key data of each sample, uint32 [p S 2] (`row_keys`).
             settings: settings of the sampling.
             num_slots: responses decoded at a time; None: all.
-            temperatures: float [p S], one for each response; None: `settings.temperature`.
 
         Raises:
             ValueError: a prompt or a setting is invalid.
@@ -413,9 +413,8 @@ class Decoder(Programs):
                 raise ValueError(f"decode() got {name} = {value}; wanted at least 1")
         p, size = len(prompts), len(prompts) * num_samples
         session = self.session(params, num_slots=min(size, num_slots or size))
-        given = isinstance(key, np.ndarray)
-        of_samples = key if given else row_keys(key, size).reshape(p, num_samples, 2)
-        for i, (prompt, own) in enumerate(zip(prompts, of_samples, strict=True)):
-            session.submit(prompt, own, settings, None if temperatures is None else temperatures[i])
+        keys = key if isinstance(key, np.ndarray) else row_keys(key, size)
+        for prompt, own in zip(prompts, keys.reshape(p, num_samples, 2), strict=True):
+            session.submit(prompt, own, settings)
         found = sorted(session.run(), key=lambda y: (y.request, y.sample))
         return [found[i : i + num_samples] for i in range(0, size, num_samples)]

@@ -13,25 +13,21 @@ _ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
 _PARITY = np.uint32(0x1BD11BDA)
 
 
-def key_data(key: Array | np.ndarray) -> UInt32[np.ndarray, "2"]:
-    """Return the key data of a JAX PRNG key. Key data are returned unchanged."""
-    return key if isinstance(key, np.ndarray) else np.asarray(jax.random.key_data(key))
-
-
 def fold_in(
-    key: UInt32[np.ndarray, "2"], numbers: int | Integer[np.ndarray, " n"]
+    key: Array | UInt32[np.ndarray, "2"], numbers: int | Integer[np.ndarray, " n"]
 ) -> UInt32[np.ndarray, "*n 2"]:
     """Return key data of `jax.random.fold_in(key, number)`, for one number or several.
 
     Args:
-        key: threefry key data.
+        key: JAX PRNG key, or its key data.
         numbers: integers from 0 to 2**32 - 1.
 
     References:
         Threefry-2x32 with 20 rounds, Salmon et al., 2011.
     """
+    first, second = key if isinstance(key, np.ndarray) else np.asarray(jax.random.key_data(key))
     low = np.asarray(numbers).astype(np.uint32)
-    keys = (key[0], key[1], key[0] ^ key[1] ^ _PARITY)
+    keys = (first, second, first ^ second ^ _PARITY)
     with np.errstate(over="ignore"):  # sums are modulo 2**32
         x, y = np.zeros_like(low) + keys[0], low + keys[1]
         for i in range(5):
@@ -46,4 +42,4 @@ def fold_in(
 
 def row_keys(key: Array | np.ndarray, num_rows: int) -> UInt32[np.ndarray, "n 2"]:
     """Return the key data of fold_in(key, row) for each row from 0 to `num_rows` - 1."""
-    return fold_in(key_data(key), np.arange(num_rows))
+    return fold_in(key, np.arange(num_rows))

@@ -42,63 +42,50 @@ Caches = tuple[LayerCache, ...]
 class Slots(NamedTuple):
     """Responses that the host assigned to n slots; sent to the device when they change.
 
+    The default of a field is its value in an empty slot, with the dtype of the field.
+
     Attributes:
-        number: int32 [n], number of the assignment; a slot with a new number starts again.
-        first: int32 [n], last token of the prompt, which the model reads first.
-        start: int32 [n], position of `first`.
-        keys: uint32 [n 2], threefry key data of the response.
-        temperature, top_p: float32 [n].
-        top_k: int32 [n].
-        min_new_tokens: int32 [n].
-        max_new_tokens: int32 [n]; 0: the slot is empty.
-        stop_ids: int32 [n q], tokens that end the response, padded with -1.
+        number: [n], number of the assignment; a slot with a new number starts again.
+        first: [n], last token of the prompt, which the model reads first.
+        start: [n], position of `first`.
+        keys: [n 2], threefry key data of the response.
+        temperature, top_p, top_k, min_new_tokens: [n], as in `SamplingSettings`.
+        max_new_tokens: [n]; 0: the slot is empty.
+        stop_ids: [n q], tokens that end the response, padded with -1.
     """
 
-    number: Any
-    first: Any
-    start: Any
-    keys: Any
-    temperature: Any
-    top_p: Any
-    top_k: Any
-    min_new_tokens: Any
-    max_new_tokens: Any
-    stop_ids: Any
+    number: Any = np.int32(0)
+    first: Any = np.int32(0)
+    start: Any = np.int32(0)
+    keys: Any = np.zeros(2, np.uint32)
+    temperature: Any = np.float32(1)
+    top_p: Any = np.float32(1)
+    top_k: Any = np.int32(0)
+    min_new_tokens: Any = np.int32(0)
+    max_new_tokens: Any = np.int32(0)
+    stop_ids: Any = np.full(MAX_STOP_IDS, -1, np.int32)
 
 
 class Progress(NamedTuple):
     """Progress of the responses in n slots, which stays on the device.
 
     Attributes:
-        number: int32 [n], number of the assignment.
-        last: int32 [n], the next token that the model reads.
-        count: int32 [n], number of tokens of the response so far.
-        is_live: bool [n], the response has not ended.
+        number: [n], number of the assignment.
+        last: [n], the next token that the model reads.
+        count: [n], number of tokens of the response so far.
+        is_live: [n], the response has not ended.
     """
 
-    number: Any
-    last: Any
-    count: Any
-    is_live: Any
+    number: Any = np.int32(0)
+    last: Any = np.int32(0)
+    count: Any = np.int32(0)
+    is_live: Any = np.bool_(False)
 
 
 def empty_slots(num_slots: int, num_stop_ids: int) -> tuple[Slots, Progress]:
     """Return slots without responses, as host arrays."""
-    ints: Any = np.zeros((9, num_slots), np.int32)
-    ones: Any = np.ones((2, num_slots), np.float32)
-    slots = Slots(
-        number=ints[0],
-        first=ints[1],
-        start=ints[2],
-        keys=np.zeros((num_slots, 2), np.uint32),
-        temperature=ones[0],
-        top_p=ones[1],
-        top_k=ints[3],
-        min_new_tokens=ints[4],
-        max_new_tokens=ints[5],
-        stop_ids=np.full((num_slots, num_stop_ids), -1, np.int32),
-    )
-    return slots, Progress(*ints[6:], is_live=np.zeros(num_slots, bool))
+    one = Slots(stop_ids=np.full(num_stop_ids, -1, np.int32)), Progress()
+    return jax.tree.map(lambda x: np.repeat(x[None], num_slots, axis=0), one)
 
 
 class _Carry(NamedTuple):
@@ -199,11 +186,9 @@ class Programs:
     def new_cache(self, num_rows: int, weights: Params) -> Caches:
         """Return caches of zeros on the devices of the weights."""
         shapes = self.abstract_cache(num_rows, self.where(weights))
-
-        def zeros(x: jax.ShapeDtypeStruct) -> Array:
-            return jnp.zeros(x.shape, x.dtype, device=x.sharding)
-
-        return self._locked(lambda: jax.tree.map(zeros, shapes))()
+        return self._locked(
+            lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), shapes)
+        )()
 
     def _jit(self, program: Callable[..., Any], **options: Any) -> Any:
         sharding = self.cache_sharding

@@ -70,8 +70,8 @@ class Response(NamedTuple):
     has_eos: bool
     version_min: int
     version_max: int
-    temperature: float = 1.0
-    token_versions: np.ndarray | None = None
+    temperature: float
+    token_versions: np.ndarray
 
 
 @dataclasses.dataclass

@@ -182,6 +182,7 @@ def _invert(masses: Int32[Array, "b n"], word: UInt32[Array, " b"]) -> Int32[Arr
 
 def _high_product(a: UInt32[Array, " b"], b: UInt32[Array, " b"]) -> UInt32[Array, " b"]:
     """Return the upper 32 bits of a 64-bit product, from 16-bit halves: devices lack int64."""
+    # XLA cannot compile `jax.lax.mulhi` in a program that is divided over devices.
     a_low, a_high = a & 0xFFFF, a >> 16
     b_low, b_high = b & 0xFFFF, b >> 16
     cross_a, cross_b = a_high * b_low, a_low * b_high

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 
 from tba_jax.decoding.engine import Decoder
-from tba_jax.decoding.keys import fold_in, key_data
+from tba_jax.decoding.keys import fold_in
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.environments.episodes import open_session
 from tba_jax.environments.pool import EnvironmentPool
@@ -109,7 +109,7 @@ class ShardEvaluator:
         n, prompts, params = self.num_samples, ticket.prompts, self.decoder.weights(params)
         session = open_session(self.decoder, params, self.environments, num_slots=self.num_slots)
         numbers = np.arange(ticket.first * n, (ticket.first + len(prompts)) * n)
-        keys = fold_in(key_data(jax.random.key(0)), numbers).reshape(-1, n, 2)
+        keys = fold_in(jax.random.key(0), numbers).reshape(-1, n, 2)
         temperatures = np.full(n, self.sampling.temperature)
         for prompt, own in zip(prompts, keys, strict=True):
             session.submit(prompt, own, self.sampling, temperatures)

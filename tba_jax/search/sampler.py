@@ -13,7 +13,7 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from tba_jax.decoding.keys import fold_in, key_data, row_keys
+from tba_jax.decoding.keys import fold_in, row_keys
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.environments.episode import Episode
 from tba_jax.environments.episodes import EpisodeSession, Sessions, open_session
@@ -95,7 +95,7 @@ class Sampler:
 
     def key_of(self, number: int) -> np.ndarray:
         """Return the random key of a ticket, uint32 [2]."""
-        return fold_in(fold_in(key_data(self.key), SEARCHER_ROLE), number)
+        return fold_in(fold_in(self.key, SEARCHER_ROLE), number)
 
     def temperatures(self, key: np.ndarray) -> np.ndarray:
         """Return float64 [S]: the sampling temperature of each response of a ticket."""

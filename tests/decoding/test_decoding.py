@@ -347,12 +347,14 @@ def test_impossible_settings_are_refused(changes, message):
 def test_responses_to_one_prompt_may_have_temperatures_of_their_own(params, decoder):
     plain = decode(decoder, params, PROMPTS[:2])
     temperatures = np.array([[0.7, 1.5, 0.7], [0.7, 0.7, 3.0]])
-    out = decode(decoder, params, PROMPTS[:2], temperatures=temperatures)
-    for i, prompt in enumerate(PROMPTS[:2]):
-        for j in range(3):
-            n = out.lengths[i, j]
-            want = scored(params, prompt, out.tokens[i, j, :n], temperatures[i, j])
-            own = bound(temperatures[i, j])
-            np.testing.assert_allclose(out.token_logprobs[i, j, :n], want, rtol=0, atol=own)
-            if temperatures[i, j] == SETTINGS.temperature:
-                np.testing.assert_array_equal(out.tokens[i, j], plain.tokens[i, j])
+    session, keys = decoder.session(params, num_slots=5), row_keys(KEY, 6).reshape(2, 3, 2)
+    for prompt, *own in zip(PROMPTS[:2], keys, temperatures, strict=True):
+        session.submit(prompt, own[0], SETTINGS, own[1])
+    for y in session.run():
+        temperature = temperatures[y.request, y.sample]
+        assert y.temperature == temperature
+        want = scored(params, PROMPTS[y.request], y.tokens, temperature)
+        np.testing.assert_allclose(y.token_logprobs, want, rtol=0, atol=bound(temperature))
+        if temperature == SETTINGS.temperature:
+            alone = plain.tokens[y.request, y.sample, : len(y.tokens)]
+            np.testing.assert_array_equal(y.tokens, alone)
