@@ -178,9 +178,8 @@ class Programs:
             where: sharding on one device.
         """
         where = self.cache_sharding or where
-        shapes = kv_cache.abstract_layers(
-            self.config, num_rows, self.cache_length, self.compute_dtype
-        )
+        sizes = num_rows, self.cache_length, self.compute_dtype
+        shapes = jax.eval_shape(lambda: kv_cache.empty_layers(self.config, *sizes))
         return placed_shapes(shapes, jax.tree.map(lambda _: where, shapes)) if where else shapes
 
     def new_cache(self, num_rows: int, weights: Params) -> Caches:

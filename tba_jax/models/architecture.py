@@ -189,7 +189,16 @@ class TransformerConfig:
 
     @property
     def output_table(self) -> str:
-        """Name of the leaf whose rows are the output vectors of tokens."""
+        """Name of the leaf whose rows are the output vectors of tokens.
+
+        Raises:
+            ValueError: the model is a classifier.
+        """
+        if self.num_labels:
+            raise ValueError(
+                f"a classifier with {self.num_labels} labels has no logits over tokens. Use "
+                "classifier.classify, or load a language model"
+            )
         return "embed" if self.tie_embeddings else "unembed"
 
     @property

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from tba_jax.models.permutation import permuted
+
 MOST_COLUMNS = 128
 """Largest head_dim that cuDNN supports on every GPU; from Hopper on it could be 256."""
 SINK_COLUMNS = 8
@@ -107,23 +109,7 @@ def _with_sinks(
     )
 
 
-@jax.custom_vjp
 def _turned(x: Float[Array, "b s h e"], by: Int[Array, " b"]) -> Float[Array, "b s h e"]:
-    """Rotate each row to the left by `by`.
-
-    The gradient rotates back. The gradient of a gather would be a slower scatter-add, because XLA
-    does not know that the indices are unique.
-    """
-    index = (jnp.arange(x.shape[1])[None] + by[:, None]) % x.shape[1]
-    return jnp.take_along_axis(x, index[:, :, None, None], axis=1)
-
-
-def _turned_forward(x: Array, by: Array) -> tuple[Array, Array]:
-    return _turned(x, by), by
-
-
-def _turned_backward(by: Array, cotangent: Array) -> tuple[Array, None]:
-    return _turned(cotangent, -by), None
-
-
-_turned.defvjp(_turned_forward, _turned_backward)
+    """Rotate each row to the left by `by`."""
+    index, by = jnp.arange(x.shape[1])[None], by[:, None]
+    return permuted(x, (index + by) % x.shape[1], (index - by) % x.shape[1])

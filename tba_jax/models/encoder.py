@@ -173,14 +173,8 @@ def classify(
 ) -> Float32[Array, "b n"]:
     """Return logits of the classes (`config.labels`), from the first valid token, `<s>`.
 
-    Rows may be padded on either side. transformers reads the first position instead, which is
-    padding if a row is left-padded.
-
-    Args:
-        params: return value of `load`.
-        tokens: token ids, special tokens included (`Tokenizer.encode_complete`).
-        mask: which tokens are valid.
-        compute_dtype: as in `encode`.
+    Arguments as in `encode`. Rows may be padded on either side; transformers reads the first
+    position instead, which is padding if a row is left-padded.
     """
     hidden = encode(params, tokens, mask, config=config, compute_dtype=compute_dtype)
     first = jnp.argmax(mask, axis=1)  # 0 for a row without valid tokens
@@ -200,13 +194,8 @@ def embed_sentences(
 ) -> Float32[Array, "b d"]:
     """Return the mean hidden state of each row's valid tokens, scaled to length 1.
 
-    This is the pooling of all-MiniLM-L6-v2. The dot product of two rows is their cosine similarity.
-
-    Args:
-        params: return value of `load`.
-        tokens: token ids, special tokens included (`Tokenizer.encode_complete`).
-        mask: which tokens are valid; a row without any gives zeros.
-        compute_dtype: as in `encode`.
+    Arguments as in `encode`; a row without valid tokens gives zeros. This is the pooling of
+    all-MiniLM-L6-v2. The dot product of two rows is their cosine similarity.
     """
     hidden = encode(params, tokens, mask, config=config, compute_dtype=compute_dtype)
     mean = jnp.mean(hidden.astype(jnp.float32), axis=1, where=mask[..., None])
@@ -230,7 +219,7 @@ def encode(
 
     Args:
         params: return value of `load`.
-        tokens: token ids.
+        tokens: token ids, special tokens included (`Tokenizer.encode_complete`).
         mask: which tokens are valid.
         compute_dtype: dtype of matmul inputs and of the residual stream; norms and softmax are
             float32.

@@ -13,11 +13,12 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
-from jaxtyping import Array, Float, Int, Int32
+from jaxtyping import Array, Float, Int32
 
 from tba_jax.devices.sharding import batch_axes
 from tba_jax.models.activations import gated
 from tba_jax.models.architecture import TransformerConfig
+from tba_jax.models.permutation import permuted
 
 MATRICES = ("expert_gate", "expert_up", "expert_down")
 LEAVES = (
@@ -145,29 +146,10 @@ def _of_rows(
         bias = leaves.get(f"{name}_bias")
         return in_groups(out if bias is None else out + of_bias(bias.astype(x.dtype)[expert]))
 
-    x = _permuted(jnp.repeat(rows, k, axis=0), order, back)
+    x = permuted(jnp.repeat(rows, k, axis=0), order, back)
     inner = gated(config.activation, product("expert_gate", x), product("expert_up", x))
     # If the weights multiplied the result of the last product, their gradient would need it.
-    weights = _permuted(of_tokens.reshape(-1, 1), order, back)
+    weights = permuted(of_tokens.reshape(-1, 1), order, back)
     out = product("expert_down", weighted(inner), weighted)
-    out = _permuted(out, back, order).reshape(n, k, d)
+    out = permuted(out, back, order).reshape(n, k, d)
     return jnp.sum(out, axis=1, dtype=weights.dtype).astype(rows.dtype)
-
-
-@jax.custom_vjp
-def _permuted(
-    x: Float[Array, "m d"], order: Int[Array, " m"], inverse: Int[Array, " m"]
-) -> Float[Array, "m d"]:
-    """Return x[order], with a gather as gradient instead of the scatter of plain indexing."""
-    return x[order]
-
-
-def _permuted_forward(x: Array, order: Array, inverse: Array) -> tuple[Array, Array]:
-    return x[order], inverse
-
-
-def _permuted_backward(inverse: Array, cotangent: Array) -> tuple[Array, None, None]:
-    return cotangent[inverse], None, None
-
-
-_permuted.defvjp(_permuted_forward, _permuted_backward)

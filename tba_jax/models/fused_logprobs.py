@@ -113,13 +113,8 @@ def _fused(
     return _forward(hidden, table, targets, short, static)[0]
 
 
-def _forward(
-    hidden: Float[Array, "n d"],
-    table: Float[Array, "m w d"],
-    targets: Int[Array, " n"],
-    short: Bool[Array, " n"] | None,
-    static: _Static,
-) -> tuple[Array, Any]:
+def _forward(hidden: Array, table: Array, targets: Array, short: Any, static: _Static) -> Any:
+    """Return (result of `_fused`, what its gradient needs)."""
     (m, w, _), n = table.shape, len(targets)
     kept = None
     if static.keeps_logits:
@@ -142,10 +137,8 @@ def _forward(
     return jnp.sum(chosen, axis=0) - logsumexp, (hidden, table, targets, short, logsumexp, kept)
 
 
-def _backward(
-    static: _Static, saved: Any, cotangent: Float32[Array, " n"]
-) -> tuple[Float[Array, "n d"], Float[Array, "m w d"], None, None]:
-    """Return the gradients of hidden and table.
+def _backward(static: _Static, saved: Any, cotangent: Array) -> tuple[Array, Array, None, None]:
+    """Return the gradients of hidden and table; `saved` is from `_forward`.
 
     d logprob / d logits = onehot(target) - p
     """

@@ -3,7 +3,6 @@
 
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jaxtyping import Array, Float
@@ -56,13 +55,6 @@ def empty_layers(
     return tuple(
         state() if kind == "delta" else KVCache(keys(), keys()) for kind in config.layer_kinds
     )
-
-
-def abstract_layers(
-    config: TransformerConfig, num_slots: int, length: int, dtype: Any
-) -> tuple[LayerCache, ...]:
-    """Return `empty_layers` as ShapeDtypeStructs."""
-    return jax.eval_shape(lambda: empty_layers(config, num_slots, length, dtype))
 
 
 def cache_axes(sharding: NamedSharding | None) -> tuple[Any, Any]:

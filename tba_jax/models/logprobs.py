@@ -145,12 +145,7 @@ def _logprobs(
         sharding: use of parameters that are divided over a mesh; None: one device.
         readout: function of the hidden states, evaluated besides the log-probs; None: no function.
     """
-    if config.num_labels:
-        raise ValueError(
-            f"a classifier with {config.num_labels} labels has no log-probs of tokens. Load a "
-            "language model"
-        )
-    dtype = jnp.dtype(scoring.compute_dtype)
+    dtype, table = jnp.dtype(scoring.compute_dtype), config.output_table
     params = params if sharding is None else sharding.ends(params, dtype)
     how: Any = {"compute_dtype": dtype, "remat": remat, "sharding": sharding}
     states = predictors(apply(params, *inputs, config=config, **how))
@@ -160,7 +155,7 @@ def _logprobs(
         excluded = scoring.eos_ids, jnp.broadcast_to(is_short, targets.shape)
     logprobs = fused_logprobs(
         states.astype(dtype),
-        params[config.output_table],
+        params[table],
         targets,
         temperature=scoring.temperature,
         vocab_shards=1 if sharding is None else sharding.vocab_shards,

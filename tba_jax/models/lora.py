@@ -62,9 +62,12 @@ def split(params: Params) -> tuple[Params, Params]:
     return {**params, "layers": base}, {"layers": adapters}
 
 
-def combine(base: Params, adapters: Params) -> Params:
-    """Return the inverse of `split`, without copies."""
-    return {**base, "layers": {**base["layers"], **adapters["layers"]}}
+def combine(base: Params, more: Params) -> Params:
+    """Return a base with more leaves in its layers, without copies: the inverse of `split`."""
+    old, new = base["layers"], more["layers"]
+    if isinstance(old, tuple):  # the decoder's layout
+        return {**base, "layers": tuple({**x, **y} for x, y in zip(old, new, strict=True))}
+    return {**base, "layers": {**old, **new}}
 
 
 def abstract_adapters(config: TransformerConfig) -> Params:
@@ -99,30 +102,24 @@ def init_adapters(config: TransformerConfig, seed: int, shardings: Any = None) -
     return jax.jit(draw, out_shardings=shardings)(jax.random.key(seed))
 
 
-def adapted(base: Params, config: TransformerConfig) -> Any:
-    """Return the adapted matrices of a base with their scales: the input of merging.
+def parts(exact: Params, held: Params, config: TransformerConfig) -> tuple[Any, Params]:
+    """Return (adapted matrices of a base, its other leaves): the parts that `make_merge` joins.
 
     Args:
-        base: layers stacked, or separate as in the decoder; leaves of any type.
+        exact: the base; layers stacked, or separate as in the decoder; leaves of any type.
+        held: the same in the precision of the other leaves, with scales if it is quantised.
         config: the architecture, with adapters.
     """
-    return _chosen(base, config, is_adapted=True)
-
-
-def unadapted(base: Params, config: TransformerConfig) -> Params:
-    """Return a base without the matrices of `adapted`."""
-    return {**base, "layers": _chosen(base, config, is_adapted=False)}
-
-
-def _chosen(base: Params, config: TransformerConfig, *, is_adapted: bool) -> Any:
     assert config.adapters is not None
-    modules, layers = config.adapters.modules, base["layers"]
+    modules = config.adapters.modules
     names = {*modules, *map(scale_name, modules)}
 
-    def of_layer(layer: Params) -> Params:
-        return {name: x for name, x in layer.items() if (name in names) == is_adapted}
+    def chosen(layers: Any, is_adapted: bool) -> Any:
+        if isinstance(layers, tuple):
+            return tuple(chosen(layer, is_adapted) for layer in layers)
+        return {name: x for name, x in layers.items() if (name in names) == is_adapted}
 
-    return tuple(map(of_layer, layers)) if isinstance(layers, tuple) else of_layer(layers)
+    return chosen(exact["layers"], True), {**held, "layers": chosen(held["layers"], False)}
 
 
 def merge(base: Params, adapters: Params, *, config: TransformerConfig) -> Params:
@@ -136,7 +133,7 @@ def merge(base: Params, adapters: Params, *, config: TransformerConfig) -> Param
         adapters: layers stacked, on the devices of the base.
         config: the architecture, with adapters.
     """
-    return make_merge(adapted(base, config), base, config)(adapters)
+    return make_merge(*parts(base, base, config), config)(adapters)
 
 
 def make_merge(
@@ -145,22 +142,12 @@ def make_merge(
     """Return the function adapters -> weights, quantised like the result of `quantize`.
 
     Args:
-        kernels: return value of `adapted`, not quantised.
-        rest: the other leaves of the weights, quantised already.
+        kernels, rest: return values of `parts`; the matrices are not quantised, others may be.
         config: the architecture, with adapters.
         quantization: format of the merged matrices; needs the decoder's layout.
     """
     program = merge_program(kernels, config, quantization)
-
-    def run(adapters: Params) -> Params:
-        merged, layers = program(kernels, adapters), rest["layers"]
-        if isinstance(layers, tuple):
-            joined: Any = tuple({**x, **new} for x, new in zip(layers, merged, strict=True))
-        else:
-            joined = {**layers, **merged}
-        return {**rest, "layers": joined}
-
-    return run
+    return lambda adapters: combine(rest, {"layers": program(kernels, adapters)})
 
 
 def merge_program(
@@ -212,8 +199,8 @@ def _merged(
 
     if not isinstance(kernels, tuple):
         return {name: jax.vmap(add)(x, *pair(name)) for name, x in kernels.items()}
-    layers = []
-    for i, layer in enumerate(kernels):
-        rows = {name: sum(name in earlier for earlier in kernels[:i]) for name in layer}
-        layers.append({n: add(x, *(y[rows[n]] for y in pair(n))) for n, x in layer.items()})
-    return quantize({"layers": tuple(layers)}, quantization)["layers"]
+    layers = tuple(
+        {name: add(x, *(y[config.row(name, i)] for y in pair(name))) for name, x in layer.items()}
+        for i, layer in enumerate(kernels)
+    )
+    return quantize({"layers": layers}, quantization)["layers"]

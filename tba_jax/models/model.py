@@ -103,23 +103,16 @@ def describe(path_or_hub_id: str | os.PathLike[str], *, with_weights: bool = Tru
     return Description(folder, hf_config, config, tokenizer)
 
 
-def load(
-    path_or_hub_id: str | os.PathLike[str],
-    *,
-    param_dtype: Any = jnp.float32,
-    mesh: Mesh | None = None,
-) -> Model:
-    """Return a model with weights divided over a mesh.
+def load(path_or_hub_id: str | os.PathLike[str], *, param_dtype: Any = jnp.float32) -> Model:
+    """Return a model with its weights on the default device.
 
     Args:
         path_or_hub_id: as in `describe`.
         param_dtype: storage dtype.
-        mesh: mesh with any of the axes of `devices.sharding`; None: the default device.
 
     Raises:
-        ValueError: no such model, a damaged model, or the mesh does not divide it.
+        ValueError: no such model, or a damaged model.
     """
     found = describe(path_or_hub_id)
-    shardings = None if mesh is None else param_shardings(found.config, mesh)
-    params = found.load_params(param_dtype=param_dtype, shardings=shardings)
+    params = found.load_params(param_dtype=param_dtype)
     return Model(found.config, params, found.load_tokenizer())

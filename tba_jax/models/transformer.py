@@ -140,7 +140,10 @@ def apply(
         visible = attention.causal(visible)
     elif visible.prompts is not None:
         visible = visible._replace(positions=positions)
-    kernels, mesh = kernels_of(config, sharding), None if sharding is None else sharding.mesh
+    kernels, mesh = attention.Kernels(config.attention), None
+    if sharding is not None:
+        kernels = kernels._replace(platform=sharding.platform, sharding=sharding.cache)
+        mesh = sharding.mesh
     angles = rotary(positions, config)
 
     def layer_of(kind: LayerKind) -> Layer:
@@ -232,13 +235,6 @@ def scores_of(
     return attention.Scores(window, config.attention_cap, sinks)
 
 
-def kernels_of(config: TransformerConfig, sharding: Any) -> attention.Kernels:
-    """Return what decides the implementation of attention; arguments as in `apply`."""
-    if sharding is None:
-        return attention.Kernels(config.attention)
-    return attention.Kernels(config.attention, sharding.platform, sharding.cache)
-
-
 def embed(
     params: Params,
     tokens: Int[Array, "*b"],
@@ -314,11 +310,6 @@ def unembed(
     Raises:
         ValueError: the model is a classifier.
     """
-    if config.num_labels:
-        raise ValueError(
-            f"a classifier with {config.num_labels} labels has no logits over tokens. Use "
-            "classifier.classify, or load a language model"
-        )
     logits = jnp.einsum(
         "...d,vd->...v",
         hidden.astype(compute_dtype),

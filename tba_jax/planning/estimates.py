@@ -120,10 +120,11 @@ def searcher_bytes(
     if policy.adapters is None:
         num_bytes = 2 * shard_bytes(held)
     else:
-        base = lora.adapted(weights("none"), policy), lora.unadapted(held, policy)
-        num_bytes = shard_bytes(base) + 2 * shard_bytes(lora.adapted(held, policy))
+        base = lora.parts(weights("none"), held, policy)
+        num_bytes = shard_bytes(base) + 2 * shard_bytes(lora.parts(held, held, policy)[0])
     columns = config.task.max_prompt_tokens + config.search.max_new_tokens + 8
-    layers = kv_cache.abstract_layers(model_config, config.search.slots, columns, dtype)
+    sizes = config.search.slots, columns, dtype
+    layers = jax.eval_shape(lambda: kv_cache.empty_layers(model_config, *sizes))
     # Half of the caches belong to conversations that wait for their environment.
     cache = shard_bytes(layers) * (2 if config.task.environment else 1)
     parts = math.gcd(g, model_config.num_kv_heads, model_config.delta_key_heads)

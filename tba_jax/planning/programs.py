@@ -97,7 +97,7 @@ def groups_of(
     if run.policy.adapters is not None:
         # Only adapted weights have a merged copy; the other weights are those of the base.
         searcher[FROZEN] = shard_bytes(run.base)
-        weights = lora.adapted(weights, run.policy)
+        weights = lora.parts(weights, weights, run.policy)[0]
     searcher |= {"weights in use": shard_bytes(weights), "next weights": shard_bytes(weights)}
     exact = shard_bytes(run.weights())
     if writes_versions(config) and run.policy.adapters is None:
@@ -180,7 +180,7 @@ class _Run:
     def base(self) -> tuple[Any, Any]:
         """Shapes of the weights that a searcher keeps for adapters: adapted matrices, others."""
         held = self.weights(self.config.search.quantization)
-        return lora.adapted(self.weights(), self.policy), lora.unadapted(held, self.policy)
+        return lora.parts(self.weights(), held, self.policy)
 
 
 def _trainer_programs(run: _Run) -> list[Planned]:

@@ -213,15 +213,14 @@ def make_arrival(shared: Shared, base: Any) -> tuple[list[Any], list[Callable[[A
 
     exact = in_layout("none")
     held = exact if quantization == "none" else in_layout(quantization)
-    kernels, rest = lora.adapted(exact, policy), lora.unadapted(held, policy)
+    base_parts = lora.parts(exact, held, policy)
     merges: dict[Site, Callable[[Any], Any]] = {}
     for site, shardings in zip(sites.searchers, wanted, strict=True):
         if site not in merges:
             whole = on_mesh(site.mesh, weight_shardings(plain, site.mesh))
-            of_kernels = lora.adapted(whole, policy)
-            of_rest = lora.unadapted(shardings, policy)
-            own, others = hand_over(kernels, of_kernels), hand_over(rest, of_rest)
-            merges[site] = site.locked(lora.make_merge(own, others, policy, quantization))
+            where = lora.parts(whole, shardings, policy)
+            kernels, rest = map(hand_over, base_parts, where)
+            merges[site] = site.locked(lora.make_merge(kernels, rest, policy, quantization))
     adapters = [model_parts.adapter_shardings(policy, site.mesh) for site in sites.searchers]
     return adapters, [merges[site] for site in sites.searchers]
 

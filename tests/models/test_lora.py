@@ -92,15 +92,14 @@ def test_what_is_merged_is_rounded_to_eight_bits_and_the_rest_once(num_devices):
     policy = lora.with_adapters(DIVISIBLE, 2, 4.0, ("q", "down"))
     base, adapters = random_params(DIVISIBLE), trained_adapters(policy)
     apart = unstack_layers(base, DIVISIBLE)
-    exact, held = lora.adapted(apart, policy), quantize(apart, "int8")
-    rest = lora.unadapted(held, policy)
+    held = quantize(apart, "int8")
+    exact, rest = lora.parts(apart, held, policy)
     assert not rest["layers"][0].keys() & {"q", "q_scale", "down", "down_scale"}
     if num_devices > 1:
         mesh = Mesh(np.array(jax.devices()[:num_devices]), ("model",))
-        where = weight_shardings(DIVISIBLE, mesh)
-        exact = jax.device_put(exact, lora.adapted(where, policy))
         where = weight_shardings(DIVISIBLE, mesh, "int8")
-        rest = jax.device_put(rest, lora.unadapted(where, policy))
+        of_parts = lora.parts(weight_shardings(DIVISIBLE, mesh), where, policy)
+        exact, rest = jax.device_put((exact, rest), of_parts)
     found = lora.make_merge(exact, rest, policy, "int8")(adapters)
     assert jax.tree.structure(found) == jax.tree.structure(held)
     if num_devices > 1:
