@@ -4,6 +4,7 @@
 import datetime
 import importlib
 import json
+import shlex
 import sys
 
 import pytest
@@ -139,3 +140,22 @@ def test_the_dry_run_of_the_accelerators_command_goes_through_its_parts(tmp_path
     differences = found["parity"]["figures"]["difference_over_norm"]
     assert len(differences) == 3 and max(differences.values()) < 0.05
     assert found["train_step"]["figures"]["compiled_bytes"] > 0
+
+
+def test_a_part_of_the_accelerators_command_that_fails_or_hangs_costs_itself(tmp_path, monkeypatch):
+    monkeypatch.setattr(accelerator, "LIMIT_S", 0.2)
+    good = "import json; print(json.dumps({'rate': 1.5, 'of': {'chip': 'x'}}))"
+    codes = {"bad": "1/0", "slow": "import time; time.sleep(60)", "good": good}
+    parts = [
+        accelerator.Part(name, "", f"timeit -n1 -r1 {shlex.quote(code)}", dry="")
+        for name, code in codes.items()
+    ]
+    results = accelerator.measure(parts, tmp_path, 60.0, is_dry=True)
+    statuses = [r["status"] for r in results.values()]
+    assert "bad failed with exit code 1: ZeroDivisionError" in statuses[0]
+    assert "slow took more than 2 s" in statuses[1] and statuses[2] == "done"
+    assert results["good"]["figures"] == {"rate": 1.5, "of": {"chip": "x"}}
+    written = json.loads((tmp_path / "results.json").read_text())
+    assert written["dry_run"] and written["parts"] == results
+    results = accelerator.measure(parts[1:], tmp_path, 1.0, is_dry=True)
+    assert results["good"]["status"] == "not started within 1 s (--budget_s)"

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
@@ -112,3 +113,14 @@ def test_the_first_failure_stops_the_siblings_and_reaches_the_main_thread():
     sibling.join(5.0)
     assert isinstance(info.value.__cause__, KeyError) and info.value.__cause__.__traceback__
     assert not sibling.is_alive()
+
+
+def test_the_wait_for_a_step_that_hangs_has_an_end():
+    stop, release = StopFlag(), threading.Event()
+    worker = Worker("stuck", lambda: release.wait(20.0), stop).start()
+    stop.set()
+    worker.join(0.2)
+    assert worker.is_alive()
+    release.set()
+    worker.join(5.0)
+    assert not worker.is_alive()

@@ -104,6 +104,13 @@ def test_a_response_that_no_version_of_the_policy_sampled_has_no_staleness():
     assert lay_out([make_draw(3, [hot, given])]).staleness.tolist() == [[-1, -1]]
 
 
+def test_rows_of_a_micro_batch_are_spread_over_the_batch():
+    # Micro-batches of four rows; groups of 1, 2, 1 and 2 rows: 1 and 3 are the largest.
+    batch = lay_out(repeated_draws() * 2, micro_batch_rows=4, is_whole=True)
+    part = batch.source[:, :, 0] // 4 % 4
+    assert part.tolist() == [[1] * 4, [0] * 4, [1] * 4, [0] * 4]
+
+
 def test_a_group_is_divided_only_where_it_does_not_fit_a_micro_batch():
     three = [make_trajectory(x) for x in ([4], [5, 6], [7, 8, 9])]
     draws = [make_draw(3, three), make_draw(2, three, 1)]

@@ -6,7 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tba_jax.studies import exact, exact_report
+from tba_jax.config.command_line import override
+from tba_jax.config.rules import validate
+from tba_jax.studies import exact, exact_report, sweeps
 from tba_jax.studies.problems import STRINGS, Measures, token_logprobs, token_logprobs_of
 from tba_jax.studies.sweeps import STUDIES
 from tba_jax.studies.training import Settings, draw
@@ -69,3 +71,16 @@ def test_trajectory_balance_ends_at_the_target_from_uniform_data_and_a_policy_gr
     assert ends["tb"] < 1e-3 and ends["dr_grpo"] > 0.1
     assert found["tb"].measures.target_kl[0, 0, 0] > 0.1
     assert jax.config.jax_enable_x64 is False
+
+
+def test_every_name_is_settings_of_an_objective_and_valid_arguments_of_the_main_command():
+    for name, fields in sweeps.OBJECTIVES.items():
+        settings = sweeps.settings_of(name, 0.1)
+        given = [f"--config.objective.{field}={value}" for field, value in fields.items()]
+        config = override(None, ["--config=math", *given])
+        validate(config)
+        assert config.objective.name == settings.name and config.objective.own == settings.own
+    for study in STUDIES.values():
+        assert set(study.names) <= set(sweeps.OBJECTIVES)
+        for label in study.cases:
+            assert study.settings(study.names[0], label).num_steps == study.num_steps
