@@ -18,6 +18,7 @@ import errno
 import os
 import resource
 import signal
+import struct
 import subprocess
 import sys
 import sysconfig
@@ -95,20 +96,12 @@ def run_python(code: str, *, timeout_s: float, max_memory_bytes: int) -> str:
 
 
 def _confine(max_memory_bytes: int, cpu_s: int) -> None:
-    """Restrict this process until it ends.
-
-    Raises:
-        OSError: the kernel does not support a restriction.
-    """
+    """Restrict this process until it ends, or raise OSError if the kernel cannot."""
     libc = ctypes.CDLL(None, use_errno=True)
     _checked(libc.prctl(38, 1, 0, 0, 0), "no_new_privs")
     _deny_files(libc)
-    for kind, limit in (
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_FSIZE, 0),
-        (resource.RLIMIT_NOFILE, 64),
-        (resource.RLIMIT_AS, max_memory_bytes),
-    ):
+    limits = {resource.RLIMIT_CORE: 0, resource.RLIMIT_FSIZE: 0, resource.RLIMIT_NOFILE: 64}
+    for kind, limit in {**limits, resource.RLIMIT_AS: max_memory_bytes}.items():
         resource.setrlimit(kind, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
     _deny_calls()
@@ -126,9 +119,7 @@ def _deny_files(libc: ctypes.CDLL) -> None:
     paths = {*sysconfig.get_paths().values(), sys.base_prefix, sys.prefix}
     paths |= {path for path in sys.path if path.endswith(("site-packages", "dist-packages"))}
     paths |= {"/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/dev/urandom"}
-    for path in paths:
-        if not os.path.exists(path):
-            continue
+    for path in filter(os.path.exists, paths):
         opened = os.open(path, os.O_PATH)
         # READ_FILE, and READ_DIR for a folder.
         allowed = 2**2 | 2**3 if os.path.isdir(path) else 2**2
@@ -137,17 +128,6 @@ def _deny_files(libc: ctypes.CDLL) -> None:
         os.close(opened)
     _checked(libc.syscall(446, rules, 0), "Landlock")
     os.close(rules)
-
-
-class _Condition(ctypes.Structure):
-    """An argument of a system call that must equal a value (`struct scmp_arg_cmp`)."""
-
-    _fields_ = [
-        ("argument", ctypes.c_uint),
-        ("operator", ctypes.c_int),
-        ("a", ctypes.c_uint64),
-        ("b", ctypes.c_uint64),
-    ]
 
 
 def _deny_calls() -> None:
@@ -159,22 +139,17 @@ def _deny_calls() -> None:
     library.seccomp_init.restype = ctypes.c_void_p
     context = ctypes.c_void_p(library.seccomp_init(0x50000 | errno.EPERM))
 
-    def rule(action: int, name: str, *conditions: _Condition) -> None:
-        number = library.seccomp_syscall_resolve_name(name.encode())
-        if number < 0:  # this architecture has no call of this name
-            return
-        array = (_Condition * len(conditions))(*conditions)
-        found = library.seccomp_rule_add_array(context, action, number, len(conditions), array)
-        _checked(found, f"a seccomp rule for {name}")
-
-    allow, equal = 0x7FFF0000, 4
-    for name in _ALLOWED:
-        rule(allow, name)
-    rule(allow, "prlimit64", _Condition(2, equal, 0))  # reads limits, and changes none
+    # Name of a call, and the argument that must equal a value (`struct scmp_arg_cmp`) if any.
+    rules = [(name, b"") for name in _ALLOWED]
+    rules += [("prlimit64", struct.pack("IiQQ", 2, 4, 0, 0))]  # reads limits, and changes none
     # F_DUPFD, F_GETFD, F_SETFD, F_GETFL, F_SETFL, F_DUPFD_CLOEXEC. Other commands (F_SETOWN,
     # F_SETSIG) can send any signal to any process.
-    for command in (0, 1, 2, 3, 4, 1030):
-        rule(allow, "fcntl", _Condition(1, equal, command))
+    rules += [("fcntl", struct.pack("IiQQ", 1, 4, x, 0)) for x in (0, 1, 2, 3, 4, 1030)]
+    for name, argument in rules:
+        number = library.seccomp_syscall_resolve_name(name.encode())
+        if number >= 0:  # else this architecture has no call of this name
+            row = (context, 0x7FFF0000, number, bool(argument), argument)
+            _checked(library.seccomp_rule_add_array(*row), f"a seccomp rule for {name}")
     _checked(library.seccomp_load(context), "seccomp")
 
 
