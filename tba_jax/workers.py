@@ -38,8 +38,8 @@ MOST_ANSWER_BYTES = 2**24
 MAX_MEMORY_BYTES = 16 * 2**30
 """Limit of the memory that a worker allocates."""
 _START = "its start, with the import of the user's module (move slow work into the function),"
-# A coroutine that waits for ever keeps its worker free, and is late after so many deadlines.
-_MOST_DEADLINES = 10
+MOST_DEADLINES = 10
+"""A coroutine that waits for ever keeps its worker free, and is late after so many deadlines."""
 _TICK_S = 0.5  # longest time until a missed deadline that was restarted is noticed
 # Program of a worker. It finds modules where this process finds them.
 _PROGRAM = "import json, sys; sys.path[:], *job = json.loads(sys.argv[1]); "
@@ -240,7 +240,7 @@ class Job:
         worker.write(self._number, message)
         while not answer.done():
             limit_s = timeout_s if worker.has_started else START_TIMEOUT_S
-            free_s = min(worker.free_s, self._since_s + (_MOST_DEADLINES - 1) * limit_s)
+            free_s = min(worker.free_s, self._since_s + (MOST_DEADLINES - 1) * limit_s)
             left_s = max(self._since_s, free_s) + limit_s - time.monotonic()
             if left_s <= 0:
                 late = f"{doing if worker.has_started else _START} took longer than {limit_s:g} s"

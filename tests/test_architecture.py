@@ -168,8 +168,8 @@ LIMITS = {
     "run": 3042,
     "planning": 2300,
     "tasks": 1312,
-    "environments": 1445,
-    "serving": 1426,
+    "environments": 1326,
+    "serving": 1283,
 }
 
 
@@ -192,6 +192,7 @@ TEST_LIMITS = {
     ("planning",): 615,
     ("report", "commands"): 915,
     ("config",): 450,
+    ("serving",): 1302,
     ("remote",): 770,
     ("run",): 1135,
     OTHERS: 2420,

@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Users' environments in a worker, each as one coroutine of an episode: `run(turn, row)`.
 
-`await turn(text, results)` gives the policy a text or the results of its tool calls, and returns
-(text, tool calls) of its next turn; None if the episode has reached a limit. Classes for TRL's
-`environment_factory` have `reset`, public typed methods as tools, and optionally `get_reward`.
-Typed functions are tools, as in TRL's `tools`. Classes with `init` and gym's `step` answer the text
-of each turn. An agent is a function `run(base_url, row)` that samples from an OpenAI client and
-returns the reward. Coroutines of users run concurrently; other calls of a worker run one after
-another. This module does not import JAX; it imports transformers only to describe tools.
+`await turn(added)` gives the policy a text, or messages for a chat, and returns (text, tool calls)
+of its next turn; None if the episode has reached a limit. Agents and coroutines of users run
+concurrently; other calls of a worker run one after another. This module does not import JAX; it
+imports transformers only to describe tools.
 
 Invariant: every message gets an answer, or the process ends.
 """
@@ -19,32 +16,30 @@ import inspect
 import math
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from tba_jax.rewards.functions import accepted, as_number, imported
+from tba_jax.serving.failures import Failure
 from tba_jax.workers import Handler, Reply
 
 BASE_URL = "base_url"
 """First argument of an agent, and name of the row's column that has its value."""
 ERROR = "error: "
 """Start of the result of a failed tool call."""
+_THREADS = ThreadPoolExecutor(1024, "agent")  # more than the episodes of a worker
 
-Turn = Callable[..., Awaitable[Any]]
-
-
-class _Failure(Exception):
-    """A violation of the interface of environments: name of the failure, and text."""
+Turn = Callable[[Any], Awaitable[Any]]
 
 
 class Tools:
     """Adapter of a class for TRL's `environment_factory`, or of functions; no call ends an episode.
 
+    Raises TypeError if a tool lacks annotations or a docstring, or two tools have one name.
+
     Args:
         environment: an instance of the user's class; None if the tools are functions.
         functions: functions that are tools.
-
-    Raises:
-        TypeError: a tool lacks annotations or a docstring, or two tools have one name.
     """
 
     finish = "eos"
@@ -68,34 +63,34 @@ class Tools:
                 )
 
     def schemas(self) -> list[dict[str, Any]]:
-        """Return the JSON schema of each tool, as TRL does.
-
-        Raises:
-            Exception: transformers cannot read an annotation or docstring.
-        """
+        """Return the JSON schema of each tool, as TRL does, or raise an error of transformers."""
         library = importlib.import_module("transformers.utils.chat_template_utils")
         return [library.get_json_schema(tool) for tool in self._tools.values()]
 
     async def run(self, turn: Turn, row: Mapping[str, Any]) -> Any:
         """Run an episode; return its reward."""
-        text = None
+        *before, last = row["prompt"]
         if reset := getattr(self._environment, "reset", None):
-            text = await _result(reset(**accepted(reset, row)))
-        answer = await turn(text)
+            text = _text(await _result(reset(**accepted(reset, row))))
+            last = {**last, "content": last["content"] + text}
+        answer = await turn([*before, last])
         while answer is not None and answer[1]:
-            answer = await turn(results=[await self._called(call) for call in answer[1]])
+            answer = await turn([await self._called(call) for call in answer[1]])
         return await _result(self._environment.get_reward()) if self.has_reward else None
 
-    async def _called(self, call: Mapping[str, Any]) -> str:
+    async def _called(self, call: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the message with the result of a call."""
+        name = call["name"]
         try:
             if "error" in call:
-                return f"{ERROR}{call['error']}"
-            name, arguments = call["name"], call.get("arguments") or {}
-            if name not in self._tools:
-                return f"{ERROR}no tool {name!r}; there are {', '.join(self._tools)}"
-            return str(await _result(self._tools[name](**arguments)))
+                result = f"{ERROR}{call['error']}"
+            elif name not in self._tools:
+                result = f"{ERROR}no tool {name!r}; there are {', '.join(self._tools)}"
+            else:
+                result = str(await _result(self._tools[name](**call.get("arguments") or {})))
         except Exception as error:  # as in TRL, the policy sees the error
-            return f"{ERROR}{type(error).__name__}: {error!s:.200}"
+            result = f"{ERROR}{type(error).__name__}: {error!s:.200}"
+        return {"role": "tool", "content": result, "tool_call_id": call["id"], "name": name}
 
 
 class Steps:
@@ -112,19 +107,22 @@ class Steps:
 
     async def run(self, turn: Turn, row: Mapping[str, Any]) -> Any:
         """Run an episode; return its reward."""
+        is_chat = isinstance(row["prompt"], list)
         await _result(self._environment.init(row["prompt"]))
         rewards: list[float | None] = []
-        answer = await turn()
+        answer = await turn(row["prompt"] if is_chat else "")
         while answer is not None:
             observation, reward, done, *_ = await _result(self._environment.step(answer[0]))
             rewards.append(_number(reward))
-            answer = None if done else await turn(observation)
+            text = _text(observation)
+            added = [{"role": "user", "content": text}] if is_chat else text
+            answer = None if done else await turn(added)
         known = [reward for reward in rewards if reward is not None]
         return sum(known) if known or not rewards else None
 
 
 class Agent:
-    """Adapter of an agent `run(base_url, row)`, which requests its turns over HTTP."""
+    """Adapter of an agent `run(base_url, row)`, in a thread unless it is a coroutine function."""
 
     has_reward, finish = True, "done"
 
@@ -134,11 +132,21 @@ class Agent:
     async def run(self, turn: Turn, row: Mapping[str, Any]) -> Any:
         """Run an episode; return its reward."""
         own = {name: value for name, value in row.items() if name != BASE_URL}
-        return await _result(self._function(row[BASE_URL], own))
+        call = functools.partial(self._function, row[BASE_URL], own)
+        if inspect.iscoroutinefunction(self._function):
+            return await call()
+        return await _result(await asyncio.get_running_loop().run_in_executor(_THREADS, call))
 
 
 async def _result(value: Any) -> Any:
     return await value if inspect.isawaitable(value) else value
+
+
+def _text(observation: Any) -> str:
+    if not isinstance(observation, str | None):
+        text = f"the observation is a {type(observation).__name__}; return a text or None"
+        raise Failure("environment_type", text)
+    return observation or ""
 
 
 def _number(value: Any) -> float | None:
@@ -147,9 +155,9 @@ def _number(value: Any) -> float | None:
         found = as_number(value)
     except TypeError:
         text = f"the reward is a {type(value).__name__}; return a number or None"
-        raise _Failure("environment_type", text) from None
+        raise Failure("environment_type", text) from None
     if found is not None and not math.isfinite(found):
-        raise _Failure("environment_nan", f"the reward is {found}; return a finite number")
+        raise Failure("environment_nan", f"the reward is {found}; return a finite number")
     return found
 
 
@@ -157,13 +165,9 @@ def _number(value: Any) -> float | None:
 def load(name: str) -> Callable[[], Any]:
     """Return a function that makes an environment: an object of an adapter class above.
 
-    Args:
-        name: package.module:NAME or path/to/file.py:NAME of a class, or of an agent function; or
-            names of tool functions, separated by commas.
-
-    Raises:
-        AttributeError, TypeError: the object is not an environment. The import may raise any
-            exception.
+    `name` is package.module:NAME or path/to/file.py:NAME of a class, or of an agent function; or
+    names of tool functions, separated by commas. Raises AttributeError or TypeError if that is not
+    an environment; the import may raise any exception.
     """
     found = [imported(each) for each in name.split(",")]
     factory = found[0]
@@ -192,25 +196,22 @@ def make_handler(name: str) -> Handler:
     free: list[Any] = []
 
     async def handle(message: Any, reply: Reply) -> Any:
-        async def turn(text: Any = None, results: Sequence[str] = ()) -> Any:
-            if not isinstance(text, str | None):
-                reason = f"the observation is a {type(text).__name__}; return a text or None"
-                raise _Failure("environment_type", reason)
-            return await reply({"text": text or "", "results": list(results)})
-
         kind, value = message
         try:
             adapter = free.pop() if free else load(name)()
             if kind == "describe":
-                answer = _described(adapter, name, value)
+                has_tools = isinstance(adapter, Tools)
+                answer = {"has_reward": adapter.has_reward, "has_tools": has_tools}
+                answer["schemas"] = adapter.schemas() if has_tools and value else []
+                answer["is_agent"] = isinstance(adapter, Agent)
             else:
-                reward = _number(await adapter.run(turn, value))
-                answer = {"finish": adapter.finish, "reward": reward}
+                run = adapter.run(lambda added: reply({"added": added}), value)
+                answer = {"finish": adapter.finish, "reward": _number(await run)}
             free.append(adapter)
         except asyncio.CancelledError:
             raise
-        except _Failure as failure:
-            answer = dict(zip(("failure", "reason"), failure.args, strict=True))
+        except Failure as failure:
+            answer = {"failure": failure.name, "reason": str(failure)}
         except BaseException as error:  # users' code may raise anything, even SystemExit
             traceback.print_exception(error)  # into the log file of the worker
             *_, last = traceback.format_exception_only(error)
@@ -218,14 +219,3 @@ def make_handler(name: str) -> Handler:
         return answer
 
     return handle
-
-
-def _described(adapter: Any, name: str, has_schemas: bool) -> dict[str, Any]:
-    is_agent, has_tools = isinstance(adapter, Agent), isinstance(adapter, Tools)
-    return {
-        "has_reward": adapter.has_reward,
-        "has_tools": has_tools,
-        "schemas": adapter.schemas() if has_tools and has_schemas else [],
-        "is_agent": is_agent,
-        "shares_workers": not is_agent or inspect.iscoroutinefunction(imported(name)),
-    }

@@ -15,21 +15,21 @@ receives an error.
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import json
+import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tba_jax.decoding.keys import fold_in
 from tba_jax.decoding.requests import Response, SamplingSettings
-from tba_jax.decoding.stop_strings import StopStrings
 from tba_jax.environments.adapters import BASE_URL, ERROR
 from tba_jax.flow.trajectory import FinishReason, Prompt, paths_of
 from tba_jax.rewards.scores import Score
-from tba_jax.serving.chat import Messages, extended, text_of
+from tba_jax.serving.chat import Chat, Messages, extended
+from tba_jax.serving.failures import Failure
 from tba_jax.serving.protocol import ApiError, Call, Kind, Update, parse
 from tba_jax.workers import WorkerFailed
 
@@ -40,16 +40,13 @@ _TURNS = 2**30
 class Episode(NamedTuple):
     """A finished episode as host arrays, with t tokens after the prompt.
 
+    Fields without a description are those of `decoding.requests.Response`.
+
     Attributes:
-        request: number that `submit` of the session returned.
-        sample: index of the episode among the samples of the request.
         tokens: int32 [t], sampled tokens and observations.
         token_logprobs: float32 [t], log-probs under the sampling distribution; 0 at observations.
         is_sampled: bool [t], False at observations; None: the policy sampled every token.
         finish: reason of the end.
-        version_min, version_max: oldest and newest weight version that read the prompt or drew a
-            token.
-        temperature: sampling temperature.
         verdict: result of the environment: a reward, or the reason for a missing reward. None:
             reward functions compute the reward.
         environment_s: seconds that the episode waited for its environment; None without one.
@@ -95,16 +92,8 @@ class Episode(NamedTuple):
         return len(self.tokens) if self.is_sampled is None else int(self.is_sampled.sum())
 
 
-class Rejected(Exception):
-    """An episode failed.
-
-    Attributes:
-        name: name of the failure.
-    """
-
-    def __init__(self, name: str, text: str) -> None:
-        super().__init__(text)
-        self.name = name
+class Rejected(Failure):
+    """An episode failed."""
 
 
 class Attempt(NamedTuple):
@@ -123,56 +112,49 @@ Sample = Callable[[Attempt, np.ndarray, np.ndarray, SamplingSettings], Awaitable
 
 
 class _Path(NamedTuple):
-    """Tokens of a path after the prompt, as arrays [t] with the names of `Episode`."""
+    """One path of an episode: all its tokens, with those of the task's prompt, as arrays [s].
 
-    tokens: np.ndarray = np.empty(0, np.int32)
-    token_logprobs: np.ndarray = np.empty(0, np.float32)
-    is_sampled: np.ndarray = np.empty(0, bool)
-    token_versions: np.ndarray = np.empty(0, np.int32)
+    Attributes:
+        tokens, token_logprobs, is_sampled, token_versions: as in `Episode`.
+        num_before: number of tokens before the newest turn.
+        messages: of a chat, with the answer of the newest turn.
+    """
+
+    tokens: np.ndarray
+    token_logprobs: np.ndarray
+    is_sampled: np.ndarray
+    token_versions: np.ndarray
+    num_before: int = 0
+    messages: Messages = ()
 
 
 class Environment:
-    """An episode with an environment of which the worker has an adapter.
-
-    Args:
-        pool: the `EnvironmentPool`.
-    """
+    """An episode of an `EnvironmentPool`, whose worker has an adapter of the environment."""
 
     def __init__(self, pool: Any, attempt: Attempt, sample: Sample) -> None:
         self.pool, self.attempt, self.sample = pool, attempt, sample
         self.job = pool.workers.open()
         self.row = {"prompt": attempt.prompt.text, **attempt.prompt.columns}
-        self.path = 0  # path of the next turn
-        self._paths: list[_Path] = []
+        self.limit: FinishReason | None = None  # the limit that the episode has reached
+        self.paths: list[_Path] = []
         self._versions = [attempt.version] * 2  # oldest and newest, of the turns
         self._num_turns = self._num_failed_calls = 0
-        self.limit: FinishReason | None = None  # the limit that the episode has reached
         self._sampling_s = 0.0
-        chat = self.row["prompt"]
-        self._messages: Messages | None = list(chat) if isinstance(chat, list) else None
-        # Prompt, tokens and tool calls of the newest turn.
-        self._before = self._turn = attempt.prompt.tokens
-        self._calls: Sequence[Mapping[str, Any]] = ()
+        self._messages: list[Mapping[str, Any]] = []  # of a chat whose environment is no agent
 
     async def run(self) -> Episode:
-        """Run the episode; a failure is printed and named in the result.
-
-        Raises:
-            WorkerFailed: the pool was closed.
-        """
+        """Run the episode; a failure is printed and named, a closed pool raises WorkerFailed."""
         start_s, finish, verdict = time.monotonic(), "done", None
         try:
             finish, reward = await self.play()
             if not self._num_turns:
-                text = (
-                    "no turn was sampled: the agent requested none, or the first text fills "
-                    f"search.max_new_tokens = {self.attempt.settings.max_new_tokens}"
-                )
+                limit = f"search.max_new_tokens = {self.attempt.settings.max_new_tokens}"
+                text = f"no turn was sampled: none was requested, or the first text fills {limit}"
                 raise Rejected("environment_no_turn", text)
             if self.pool.has_reward:
                 verdict = Score(reward, "reward_none" if reward is None else None)
         except Rejected as error:
-            self.pool.report(error.name, str(error))
+            self.pool.failures.report(error.name, str(error), "episode(s) rejected as")
             verdict = Score(None, error.name)
         finally:
             self.job.leave()
@@ -180,18 +162,14 @@ class Environment:
         return self._episode(self.limit or finish, verdict, waited_s)
 
     async def play(self) -> tuple[FinishReason, float | None]:
-        """Run the episode; return its finish, if it reached no limit, and its reward.
-
-        Raises:
-            Rejected: the episode failed. WorkerFailed: the pool was closed.
-        """
+        """Return finish, unless a limit is reached, and reward; raise Rejected or WorkerFailed."""
         answer = await self.ask(("begin", self.row), "reset")
         while "finish" not in answer:
             try:
-                prompt = self._prompt_after(answer["text"], answer["results"])
-                response = await self.turn(prompt)
+                number, prompt = self._continued_by(answer["added"])
+                response = await self.turn(number, prompt)
                 # An environment receives no turn that the limit of tokens has cut.
-                message = None if response is None or self.limit else self._read(prompt, response)
+                message = None if response is None or self.limit else self._read(number, response)
             except ValueError as error:
                 raise Rejected("environment_template", str(error)) from error
             answer = await self.ask(message, "the reward" if message is None else "a turn")
@@ -204,22 +182,22 @@ class Environment:
         except WorkerFailed as error:
             if error.name == "closed":
                 raise
-            name = {"timeout": "environment_timeout", "lost": "environment_lost"}.get(error.name)
-            hint = " (reward.timeout_s)" if error.name == "timeout" else ""
-            raise Rejected(name or "environment_crash", f"{error}{hint}") from error
+            name = error.name if error.name in ("timeout", "lost") else "crash"
+            hint = " (reward.timeout_s)" if name == "timeout" else ""
+            raise Rejected(f"environment_{name}", f"{error}{hint}") from error
         if "failure" in answer:
             raise Rejected(answer["failure"], answer["reason"])
         return answer
 
     async def turn(
-        self, prompt: np.ndarray, max_tokens: int | None = None, stops: StopStrings | None = None
+        self, number: int, prompt: np.ndarray, wanted: SamplingSettings | None = None
     ) -> Response | None:
-        """Sample a turn of `self.path`; return None at a limit of the episode.
+        """Sample a turn of a path; return None at a limit of the episode.
 
         Args:
-            prompt: int32 [s], all tokens before the turn.
-            max_tokens: maximum number of tokens of the turn; None: those left.
-            stops: texts that end the turn; None: search.stop_strings.
+            number: index of the path; the number of paths begins a new one.
+            prompt: int32 [s], all tokens before the turn, which begin with those of the path.
+            wanted: settings of a request: maximum number of tokens, and texts that end the turn.
 
         Raises:
             Rejected: the tokens are not valid.
@@ -228,104 +206,97 @@ class Environment:
         if self._num_turns >= self.pool.max_turns:
             self.limit = "turns"
             return None
-        if self.path == len(self._paths):
-            self._paths.append(_Path())
+        if number == len(self.paths):
             if not np.array_equal(prompt[: len(start)], start):
-                text = (
-                    f"a request begins with token {prompt[0]}, and not with the prompt of "
-                    f"the task, {start[:4].tolist()}: use chat messages in both, "
-                    "or plain text in both"
-                )
+                text = f"a request begins with token {prompt[0]}, and not with the prompt of the "
+                text += f"task, {start[:4].tolist()}: use chat messages or plain text in both"
                 raise Rejected("environment_first_token", text)
-        num_tokens = sum(len(path.tokens) for path in self._paths)
-        observed = prompt[len(start) + len(self._paths[self.path].tokens) :]
-        room = settings.max_new_tokens - num_tokens - len(observed)
+            zeros = np.zeros(len(start))
+            self.paths.append(_Path(start, zeros, zeros > 0, zeros))
+        path = self.paths[number]
+        added = np.zeros(len(prompt) - len(path.tokens))  # observations
+        num_tokens = sum(len(each.tokens) - len(start) for each in self.paths) + len(added)
+        room = settings.max_new_tokens - num_tokens
         if room <= 0:
             self.limit = "length"
             return None
-        own = dataclasses.replace(
-            settings,
-            max_new_tokens=room if max_tokens is None else min(room, max_tokens),
-            stop_strings=stops or settings.stop_strings,
-        )
+        wanted = wanted or settings
+        stops = wanted.stop_strings or settings.stop_strings
+        most = min(room, wanted.max_new_tokens)
+        own = dataclasses.replace(settings, max_new_tokens=most, stop_strings=stops)
         key, begun_s = self.attempt.key, time.monotonic()
         if self._num_turns:
             key = fold_in(key, _TURNS + self._num_turns)
         y = await self.sample(self.attempt, prompt, key, own)
         self._sampling_s += time.monotonic() - begun_s
-        drawn = y.token_versions
-        if drawn is None:
-            drawn = np.full(len(y.tokens), y.version_max)
+        sampled = np.ones(len(y.tokens), bool)
+        drawn = y.version_max * sampled if y.token_versions is None else y.token_versions
         if not self._num_turns:
             self._versions = [y.version_min] * 2
-        size = len(observed)
-        added = _Path(
-            np.concatenate([observed, y.tokens]),
-            np.concatenate([np.zeros(size), y.token_logprobs]),
-            np.arange(size + len(y.tokens)) >= size,
-            np.concatenate([np.full(size, self._versions[1]), drawn]),
+        columns = (
+            (np.concatenate([prompt, y.tokens]),),
+            (path.token_logprobs, added, y.token_logprobs),
+            (path.is_sampled, added > 0, sampled),
+            (path.token_versions, added + self._versions[1], drawn),
         )
-        columns = zip(self._paths[self.path], added, strict=True)
-        self._paths[self.path] = _Path(*map(np.concatenate, columns))
+        self.paths[number] = _Path(*map(np.concatenate, columns), num_before=len(prompt))
         self._versions[1] = y.version_max
         self._num_turns += 1
         if not y.has_eos and len(y.tokens) >= room:
             self.limit = "length"
         return y
 
-    def _read(self, prompt: np.ndarray, response: Response) -> tuple[str, Any]:
-        """Return text and tool calls of a turn, and append the turn to the conversation."""
-        served, schemas, tokens = self.pool.served, self.pool.schemas, response.tokens
-        text = served.tokenizer.decode(tokens)
-        self._before, self._turn = prompt, tokens
-        if self._messages is not None:
-            message, calls = served.chat.read(tokens, text, prompt, schemas)
-            self._messages = [*self._messages, message]
-            self._calls = calls if schemas else ()
-        return text, self._calls
+    def continued_chat(self, chat: Chat) -> tuple[int, np.ndarray]:
+        """Return path and prompt of a chat, which continues a path or begins a new one.
 
-    def _prompt_after(self, text: str, results: Sequence[str]) -> np.ndarray:
-        """Return the prompt of the next turn, which follows a text or results of tool calls.
-
-        Raises:
-            ValueError: the chat format cannot express them.
+        Raises ValueError if the chat format cannot express the messages or tools.
         """
-        served, schemas = self.pool.served, self.pool.schemas
-        failed = [result for result in results if result.startswith(ERROR)]
-        self._num_failed_calls += len(failed)
-        if failed:
-            self.pool.report("failed_tool_call", failed[0], "times")
-        is_first = not self._num_turns
-        if self._messages is None or (is_first and not schemas):
-            added = served.tokenizer.encode(text, add_bos=False)
-            before = [self.attempt.prompt.tokens] if is_first else [self._before, self._turn]
-            return np.concatenate([*before, added])
-        messages = list(self._messages)
-        if is_first:
-            messages[-1] = {**messages[-1], "content": messages[-1]["content"] + text}
-            self._messages = messages
-            return served.chat.prompt(messages, schemas)
-        for call, result in zip(self._calls, results, strict=True):
-            named = {"tool_call_id": call["id"], "name": call["name"]}
-            messages.append({"role": "tool", "content": result, **named})
-        if text or not results:
-            messages.append({"role": "user", "content": text})
-        self._messages = messages
-        whole = served.chat.bridge(self._before, self._turn, messages, schemas)
-        if whole is None:
-            self.path += 1
-            whole = served.chat.prompt(messages, schemas)
-        return whole
+        chat_format = self.pool.served.chat
+        for i, path in reversed(list(enumerate(self.paths))):
+            if path.messages and continues(chat.messages, path.messages):
+                found = chat_format.bridge(*np.split(path.tokens, [path.num_before]), chat)
+                if found is not None:
+                    return i, found
+        return len(self.paths), chat_format.prompt(chat)
+
+    def _continued_by(self, added: str | Messages) -> tuple[int, np.ndarray]:
+        """Return path and prompt of the turn after a text, or after new messages of a chat."""
+        start, schemas = self.attempt.prompt.tokens, self.pool.schemas
+        if isinstance(added, str):
+            before = self.paths[0].tokens if self.paths else start
+            tokens = self.pool.served.tokenizer.encode(added, add_bos=False)
+            return 0, np.concatenate([before, tokens])
+        self._messages += added
+        results = [x["content"] for x in added if x["role"] == "tool" and self.paths]
+        if failed := [result for result in results if result.startswith(ERROR)]:
+            self._num_failed_calls += len(failed)
+            self.pool.failures.report("failed_tool_call", failed[0], "times")
+        if not (self.paths or schemas):  # the whole prompt is stored
+            return 0, start
+        return self.continued_chat(Chat(self._messages, schemas))
+
+    def _read(self, number: int, response: Response) -> tuple[str, Any]:
+        """Return text and tool calls of a path's newest turn, and add it to the messages."""
+        served, schemas, path = self.pool.served, self.pool.schemas, self.paths[number]
+        text = served.tokenizer.decode(response.tokens)
+        if not self._messages:
+            return text, ()
+        prompt = path.tokens[: path.num_before]
+        message, calls = served.chat.read(response.tokens, text, prompt, schemas)
+        self._messages.append(message)
+        self.paths[number] = path._replace(messages=list(self._messages))
+        return text, calls if schemas else ()
 
     def _episode(
         self, finish: FinishReason, verdict: Score | None, environment_s: float
     ) -> Episode:
-        paths = [path for path in self._paths if path.is_sampled.any()]
+        start, (oldest, newest) = self.attempt.prompt.tokens, self._versions
+        paths = [path for path in self.paths if path.is_sampled.any()]
+        columns = [[column[len(start) :] for column in path[:4]] for path in paths]
         if not paths:  # No token was sampled, but a rejected response still needs one.
-            last, version = self.attempt.prompt.tokens[-1:], np.array(self._versions[:1])
-            paths = [_Path(last, np.zeros(1), np.ones(1, bool), version)]
-        tokens, logprobs, is_sampled, versions = map(np.concatenate, zip(*paths, strict=True))
-        oldest, newest = self._versions
+            columns = [[start[-1:], np.zeros(1), np.ones(1, bool), np.full(1, oldest)]]
+        sizes = tuple(len(tokens) for tokens, *_ in columns)
+        tokens, logprobs, is_sampled, versions = map(np.concatenate, zip(*columns, strict=True))
         return Episode(
             self.attempt.request,
             self.attempt.sample,
@@ -338,121 +309,96 @@ class Environment:
             self.attempt.settings.temperature,
             verdict,
             environment_s,
-            tuple(len(path.tokens) for path in paths) if len(paths) > 1 else (),
+            sizes if len(sizes) > 1 else (),
             self._num_failed_calls,
             versions.astype(np.int32),
         )
 
 
-class _Turn(NamedTuple):
-    """The newest turn of a path: prompt and sampled tokens; messages of a chat, with the turn's."""
-
-    prompt: np.ndarray
-    completion: np.ndarray
-    messages: Messages
-
-    @property
-    def tokens(self) -> np.ndarray:
-        """Return int32 [s]: all tokens up to the end of the turn."""
-        return np.concatenate([self.prompt, self.completion])
-
-
 class Agent(Environment):
-    """An episode whose program requests its turns over HTTP, one after another."""
+    """An episode whose program requests its turns over HTTP, one after another.
+
+    Attributes:
+        id: part of its base URL.
+        request: the open request.
+    """
 
     def __init__(self, pool: Any, attempt: Attempt, sample: Sample) -> None:
         super().__init__(pool, attempt, sample)
-        self.id = ""  # part of its base URL, given by the pool
-        self._turns: list[_Turn] = []  # newest turn of each path
+        self.id = secrets.token_hex(16)
+        self.request: asyncio.Task[Any] | None = None
         self._free = asyncio.Lock()  # held while a request is open
-        self._open: asyncio.Task[Any] | None = None  # the open request
         self._failed: asyncio.Future[Rejected] = asyncio.get_running_loop().create_future()
         self._refusal = ""  # reason why further requests are refused
 
     async def play(self) -> tuple[FinishReason, float | None]:
-        begin = ("begin", {**self.row, BASE_URL: self.pool.add(self)})
+        begin = ("begin", {**self.row, BASE_URL: self.pool.url_of(self)})
         running = asyncio.ensure_future(self.ask(begin, "run()"))
         try:
             await asyncio.wait([running, self._failed], return_when=asyncio.FIRST_COMPLETED)
             if self._failed.done():
                 raise self._failed.result()
-            reward = running.result()["reward"]
+            return "done", running.result()["reward"]
         finally:
             running.cancel()
-            self.pool.remove(self)
-            self._refuse("this episode has ended")
-            if self._open is not None:
-                self._open.cancel()
-        return "done", reward
-
-    def _refuse(self, reason: str) -> ApiError:
-        self._refusal = reason
-        return ApiError(reason, code="episode_ended")
+            del self.pool.agents[self.id]
+            self._refusal = "this episode has ended"
+            if self.request is not None:
+                self.request.cancel()
 
     async def answer(self, kind: Kind, body: Mapping[str, Any]) -> tuple[Call, Update]:
-        """Return the call of a request for one turn, and the turn.
-
-        Raises:
-            ApiError: the request is refused.
-        """
+        """Return the call of a request for one turn, and the turn, or raise ApiError."""
         async with self._free:
-            if self._refusal:
-                raise self._refuse(self._refusal)
-            continued = functools.partial(self._continued, kind, body)
-            call = parse(kind, body, self.pool.served, 0, continued)
-            prompt, settings = call.prompt, call.settings
-            self._open = asyncio.current_task()
+            self._check_open()
+            call = parse(kind, body, self.pool.served, 0)
+            number, prompt = self._continued(call)
+            call = dataclasses.replace(call, prompt=prompt)
+            self.request = asyncio.current_task()
             self.job.suspend_deadline()
             try:
-                response = await self.turn(prompt, settings.max_new_tokens, settings.stop_strings)
+                response = await self.turn(number, prompt, call.settings)
             except asyncio.CancelledError:
-                if self._refusal:
-                    raise self._refuse(self._refusal) from None
+                self._check_open()
                 text = "the agent's client disconnected before the answer to its request"
-                self._fail(Rejected("environment_disconnect", text))
+                self._failed.set_result(Rejected("environment_disconnect", text))
                 raise
             except Rejected as error:
-                self._fail(error)
+                self._failed.set_result(error)
                 raise ApiError(str(error)) from error
             finally:
-                self._open = None
+                self.request = None
                 self.job.restart_deadline()
             if response is None:
                 limits = "search.max_turns or search.max_new_tokens"
-                raise self._refuse(f"this episode has reached {limits}")
+                self._refusal = f"this episode has reached {limits}"
+            self._check_open()
+            assert response is not None
             finish = "stop" if response.has_eos else "length"
             update = Update(response.tokens, response.token_logprobs, finish)
-            messages: Messages = ()
             if kind == "chat":
-                messages = [*body["messages"], call.message(update)]
-            turn = _Turn(prompt, response.tokens, messages)
-            self._turns[self.path : self.path + 1] = [turn]
+                messages = [*call.chat.messages, call.message(update)]
+                self.paths[number] = self.paths[number]._replace(messages=messages)
             return call, update
 
-    def _fail(self, error: Rejected) -> None:
-        if not self._failed.done():
-            self._failed.set_result(error)
+    def _check_open(self) -> None:
+        if self._refusal or self._failed.done():
+            raise ApiError(self._refusal or "this episode has failed", code="episode_ended")
 
-    def _continued(self, kind: Kind, body: Mapping[str, Any], prompt: np.ndarray) -> np.ndarray:
-        """Return the prompt of a request; a continuation begins with the tokens of its path."""
-        served = self.pool.served
-        for path, turn in reversed(list(enumerate(self._turns))):
-            found = None
-            if kind == "chat":
-                messages, tools = body["messages"], body.get("tools") or []
-                if turn.messages and continues(messages, turn.messages):
-                    variables = body.get("chat_template_kwargs") or {}
-                    before = turn.prompt, turn.completion
-                    found = served.chat.bridge(*before, messages, tools, variables)
-            elif isinstance(body.get("prompt"), str):
-                found = extended(served.tokenizer, turn.tokens, prompt, skip_special=True)
-            elif np.array_equal(prompt[: len(turn.tokens)], turn.tokens):
-                found = prompt
+    def _continued(self, call: Call) -> tuple[int, np.ndarray]:
+        """Return path and prompt of a request; the prompt begins with all tokens of the path."""
+        if call.kind == "chat":
+            return self.continued_chat(call.chat)
+        is_text = call.kind == "completions" and isinstance(call.request.prompt, str)
+        for i, path in reversed(list(enumerate(self.paths))):
+            size, found = len(path.tokens), None
+            if is_text:
+                tokenizer = self.pool.served.tokenizer
+                found = extended(tokenizer, path.tokens, call.prompt, skip_special=True)
+            elif np.array_equal(call.prompt[:size], path.tokens):
+                found = call.prompt
             if found is not None:
-                self.path = path
-                return found
-        self.path = len(self._turns)
-        return prompt
+                return i, found
+        return len(self.paths), call.prompt
 
 
 def continues(messages: Messages, history: Messages) -> bool:
@@ -466,8 +412,8 @@ def _key(message: Mapping[str, Any]) -> tuple[str, str, list[Any]]:
     """Return role, text and tool calls (without their IDs) of a message, to compare it."""
     calls = []
     for call in message.get("tool_calls") or ():
-        arguments = call["function"]["arguments"]
+        arguments = call["function"].get("arguments")
         with contextlib.suppress(ValueError):  # not JSON: compared as text
             arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        calls.append((call["function"]["name"], arguments))
-    return message["role"], text_of(message), calls
+        calls.append((call["function"].get("name"), arguments))
+    return message["role"], message.get("content") or "", calls

@@ -14,7 +14,6 @@ import collections
 import concurrent.futures
 import contextlib
 import dataclasses
-import functools
 import queue
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -28,12 +27,12 @@ from tba_jax.environments.pool import EnvironmentPool
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.transformer import Params
 from tba_jax.serving.vllm import InferenceServer, ServerSession
-from tba_jax.workers import WorkerFailed
+from tba_jax.workers import MOST_DEADLINES, START_TIMEOUT_S, WorkerFailed
 
 MOST_EPISODES = 128
 """Maximum number of concurrent episodes of a session."""
+_SLACK_S = 60.0  # of a deadline on a busy machine
 
-TurnSession = Session | ServerSession
 Sessions = Decoder | InferenceServer
 """Source of decode sessions."""
 
@@ -55,7 +54,9 @@ class EpisodeSession:
         environments: environments of the task; None: episodes of one turn.
     """
 
-    def __init__(self, session: TurnSession, environments: EnvironmentPool | None = None) -> None:
+    def __init__(
+        self, session: Session | ServerSession, environments: EnvironmentPool | None = None
+    ) -> None:
         self._session, self._environments = session, environments
         self._most = min(2 * session.num_slots, MOST_EPISODES)
         self._num_submitted = 0
@@ -134,13 +135,17 @@ class EpisodeSession:
         return ended
 
     def run(self) -> Iterator[Episode]:
-        """Yield all episodes; wait for every answer, so that their order depends on no duration."""
+        """Yield all episodes; wait for every answer, so that their order depends on no duration.
+
+        Raises:
+            RuntimeError: the environments were closed, or none has answered by its deadline.
+        """
         if self._environments is None:
             yield from map(_episode_of, self._session.run())
         while not self.is_idle:
             self._begin_queued()
             while self._asked:
-                arrived = [self._arrived.get() for _ in self._asked]
+                arrived = [self._next_arrived() for _ in self._asked]
                 for each in sorted(arrived, key=lambda x: x[0][:2]):
                     self._take(*each)
                 self._begin_queued()
@@ -148,6 +153,19 @@ class EpisodeSession:
             self._ended = []
             for response in sorted(self._session.run(), key=lambda y: y.request):
                 self._answer(*self._sampled.pop(response.request), response)
+
+    def _next_arrived(self) -> tuple[Attempt, Any]:
+        """Wait for a turn or end of an episode: longer than a worker may take to start and call."""
+        timeout_s = self._environments.timeout_s if self._environments else 0.0
+        limit_s = START_TIMEOUT_S + MOST_DEADLINES * timeout_s + _SLACK_S
+        try:
+            return self._arrived.get(timeout=limit_s)
+        except queue.Empty:
+            raise RuntimeError(
+                f"no environment answered within {limit_s:.0f} s, although its calls have a "
+                f"deadline (reward.timeout_s = {timeout_s:g}): the machine is overloaded. Run the "
+                "same command again to continue"
+            ) from None
 
     def _poll(self) -> None:
         """Begin episodes, and continue episodes whose environments have answered."""
@@ -164,8 +182,7 @@ class EpisodeSession:
             self._open.add(attempt[:2])
             self._asked.add(attempt[:2])
             future = self._environments.start(attempt, self._sample)
-            put_end = functools.partial(lambda who, end: self._arrived.put((who, end)), attempt)
-            future.add_done_callback(put_end)
+            future.add_done_callback(lambda end, who=attempt: self._arrived.put((who, end)))
 
     async def _sample(
         self, attempt: Attempt, prompt: np.ndarray, key: np.ndarray, settings: SamplingSettings
@@ -176,11 +193,7 @@ class EpisodeSession:
         return await future
 
     def _take(self, attempt: Attempt, arrived: Any) -> None:
-        """Queue a turn in the decode session, or add a finished episode to the results.
-
-        Raises:
-            RuntimeError: the environments were closed.
-        """
+        """Queue a turn in the decode session, or add a finished episode to the results."""
         self._asked.discard(attempt[:2])
         if isinstance(arrived, _Turn):
             prompt, key, settings, _ = arrived
@@ -206,24 +219,24 @@ class EpisodeSession:
         if attempt[:2] not in self._open:
             return
         self._asked.add(attempt[:2])
+        future = turn.future
 
         def deliver() -> None:
-            if turn.future.done():  # cancelled
+            if future.done():  # cancelled
                 return
             if isinstance(result, Rejected):
-                turn.future.set_exception(result)
+                future.set_exception(result)
             else:
-                turn.future.set_result(result)
+                future.set_result(result)
 
         with contextlib.suppress(RuntimeError):  # the environments were closed
-            turn.future.get_loop().call_soon_threadsafe(deliver)
+            future.get_loop().call_soon_threadsafe(deliver)
 
 
 def _episode_of(y: Response) -> Episode:
     """Return an episode of one turn."""
-    finish = "eos" if y.has_eos else "length"
-    versions = y.version_min, y.version_max, y.temperature
-    row = (y.request, y.sample, y.tokens, y.token_logprobs, None, finish, *versions)
+    row = (*y[:4], None, "eos" if y.has_eos else "length")
+    row += (y.version_min, y.version_max, y.temperature)
     return Episode(*row, token_versions=y.token_versions)
 
 
@@ -235,19 +248,10 @@ def open_session(
     num_slots: int,
     version: int = 0,
 ) -> EpisodeSession:
-    """Return a session of episodes, without requests.
+    """Return a session of episodes that samples `num_slots` turns at a time, without requests.
 
-    Args:
-        decoder: opens decode sessions.
-        params: weights, on the devices to run on.
-        environments: environments of the task; None: episodes of one turn.
-        num_slots: number of turns sampled at a time.
-        version: version of the weights.
+    `params`, of this version, are on the devices to run on; `environments` as of `EpisodeSession`.
     """
-    session = decoder.session(
-        params,
-        num_slots=num_slots,
-        version=version,
-        keeps_caches=environments is not None,
-    )
-    return EpisodeSession(session, environments)
+    options: dict[str, Any] = {"num_slots": num_slots, "version": version}
+    options["keeps_caches"] = environments is not None
+    return EpisodeSession(decoder.session(params, **options), environments)

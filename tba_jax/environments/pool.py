@@ -6,8 +6,6 @@ Invariant: a call that hangs or ends its process costs the episodes of its worke
 """
 
 import asyncio
-import secrets
-import sys
 from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any
@@ -27,21 +25,18 @@ DEFAULT_WORKERS = 4
 class EnvironmentPool:
     """Thread-safe pool of environments; for agents also the server of their requests.
 
-    An agent that is not a coroutine function has a worker for itself, because it blocks the worker
-    for a whole episode.
-
     Args:
         name: as in `adapters.load`.
         served: the policy, with the sampling settings of the run.
         max_turns: maximum number of the policy's turns in an episode.
         timeout_s: deadline of a call in seconds, and of an agent between two turns.
         has_schemas: whether the policy reads JSON schemas of the tools.
-        num_workers: number of workers that episodes share.
         options: further arguments of `WorkerPool`.
 
     Attributes:
         has_reward, has_tools, is_agent: properties of the environment, set by `check`.
         schemas: JSON schemas of the tools, set by `check` if `has_schemas`.
+        failures: failures of episodes and tool calls.
     """
 
     def __init__(
@@ -52,20 +47,16 @@ class EnvironmentPool:
         max_turns: int,
         timeout_s: float,
         has_schemas: bool = False,
-        num_workers: int = DEFAULT_WORKERS,
         **options: Any,
     ) -> None:
-        self.name, self.served = name, served
-        self.max_turns, self.timeout_s = max_turns, timeout_s
-        self.workers = WorkerPool(
-            "environment", make_handler, (name,), num_workers=num_workers, **options
-        )
-        self.has_reward = self.has_tools = self.is_agent = False
+        self.name, self.served, self.max_turns = name, served, max_turns
+        self.timeout_s, self._has_schemas, self._logs = timeout_s, has_schemas, options.get("logs")
+        options = {"num_workers": DEFAULT_WORKERS, **options}
+        self.workers = WorkerPool("environment", make_handler, (name,), **options)
+        self.has_reward = self.has_tools = self.is_agent = self._is_checked = False
         self.schemas: list[dict[str, Any]] = []
-        self._has_schemas, self._is_checked = has_schemas, False
-        self._logs = options.get("logs") or "standard error"
-        self._failures = FailureLines(f"environment {name}")
-        self._agents: dict[str, Agent] = {}
+        self.failures = FailureLines(f"environment {name}")
+        self.agents: dict[str, Agent] = {}  # those that may send requests, by ID
         self._server: HttpServer | None = None
 
     @property
@@ -89,7 +80,7 @@ class EnvironmentPool:
         try:
             answer = self.workers.call(message, self.timeout_s, "its creation").result()
         except WorkerFailed as error:
-            remedy = f"Its output is in {self._logs}"
+            remedy = f"Its output is in {self._logs or 'standard error'}"
             if error.name == "timeout":
                 remedy = "Move slow work out of its constructor, or raise --config.reward.timeout_s"
             raise ValueError(f"{subject}: {error}. {remedy}") from None
@@ -99,10 +90,7 @@ class EnvironmentPool:
                 "path/to/file.py:NAME, a class without constructor arguments or a function "
                 "run(base_url, row)"
             )
-        self.has_reward, self.has_tools = answer["has_reward"], answer["has_tools"]
-        self.is_agent, self.schemas = answer["is_agent"], answer["schemas"]
-        if not answer["shares_workers"]:
-            self.workers.num_workers = sys.maxsize
+        vars(self).update(answer)
         if self._has_schemas:  # describing tools has imported transformers there
             self.workers.run(self.workers.end_idle())
         if self.is_agent:
@@ -111,11 +99,9 @@ class EnvironmentPool:
         self._is_checked = True
 
     def start(self, attempt: Attempt, sample: Sample) -> "Future[Episode]":
-        """Begin an episode; the result of the future is `WorkerFailed` after `close`.
+        """Begin an episode, which awaits `sample` on the loop of the pool.
 
-        Args:
-            attempt: what the episode begins with.
-            sample: samples the turns; the loop of the pool awaits it.
+        The result of the future is `WorkerFailed` after `close`.
         """
 
         async def run() -> Episode:
@@ -123,20 +109,11 @@ class EnvironmentPool:
 
         return self.workers.run(run())
 
-    def report(self, name: str, text: str, what: str = "episode(s) rejected as") -> None:
-        """Print a line about a failure; repeated failures of one name are printed at intervals."""
-        self._failures.report(name, text, what)
-
-    def add(self, agent: Agent) -> str:
+    def url_of(self, agent: Agent) -> str:
         """Accept requests of an agent; return its base URL."""
         assert self._server is not None
-        agent.id = secrets.token_hex(16)
-        self._agents[agent.id] = agent
+        self.agents[agent.id] = agent
         return f"http://127.0.0.1:{self._server.port}/{agent.id}/v1"
-
-    def remove(self, agent: Agent) -> None:
-        """Refuse requests of an agent."""
-        del self._agents[agent.id]
 
     def close(self) -> None:
         """Kill all workers, and refuse all requests."""
@@ -146,18 +123,10 @@ class EnvironmentPool:
             self._server = None
 
     def _scope(self, episode: str) -> Scope:
-        """Return the scope of an agent's requests.
-
-        Raises:
-            ApiError: the agent's episode has ended.
-        """
-        agent = self._agents.get(episode)
-        if agent is None:
-            raise ApiError(
-                "there is no such episode: it has ended, or the base URL is not the agent's own",
-                status=404,
-                code="episode_ended",
-            )
+        """Return the scope of an agent's requests, or raise ApiError if its episode has ended."""
+        if (agent := self.agents.get(episode)) is None:
+            text = "there is no such episode: it has ended, or the base URL is not the agent's own"
+            raise ApiError(text, status=404, code="episode_ended")
 
         async def scope(kind: Kind, body: Mapping[str, Any]) -> tuple[Call, Updates]:
             call, turn = await asyncio.wrap_future(self.workers.run(agent.answer(kind, body)))

@@ -9,6 +9,14 @@ import time
 _REPORT_S = 30.0  # interval of lines about failures with the same name
 
 
+class Failure(Exception):
+    """A failure with a name, by which it is counted, and a text."""
+
+    def __init__(self, name: str, text: str) -> None:
+        super().__init__(text)
+        self.name = name
+
+
 class FailureLines:
     """Counts of failures by name, and lines about them on standard error; thread-safe.
 
@@ -17,10 +25,8 @@ class FailureLines:
     """
 
     def __init__(self, subject: str) -> None:
-        self._subject = subject
-        self._lock = threading.Lock()
-        self._unreported: collections.Counter[str] = collections.Counter()
-        self._untaken: collections.Counter[str] = collections.Counter()
+        self._subject, self._lock = subject, threading.Lock()
+        self._unreported, self._untaken = collections.Counter[str](), collections.Counter[str]()
         self._reported_s: dict[str, float] = {}
 
     def report(self, name: str, text: str, what: str) -> None:

@@ -7,19 +7,20 @@ refused by its name; only parameters that cannot change a response are accepted 
 """
 
 import dataclasses
+import functools
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError
 
 from tba_jax.decoding.keys import fold_in
 from tba_jax.decoding.requests import MAX_STOP_IDS, SamplingSettings
 from tba_jax.decoding.stop_strings import StopStrings
 from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.serving.chat import ChatFormat, Messages
+from tba_jax.serving.chat import Chat, ChatFormat
 
 Kind = Literal["generate", "completions", "chat"]
 MAX_SAMPLES = 128
@@ -56,13 +57,36 @@ class ApiError(Exception):
         return {"error": found}
 
 
-# Types of parameters; the last three have one value, which changes nothing.
+class Served(NamedTuple):
+    """A served model, with the limits and settings of its requests.
+
+    Attributes:
+        model: name of the model.
+        tokenizer: tokenizer of the model.
+        chat: chat format of the model.
+        eos_ids: tokens that end a response.
+        max_length: maximum number of tokens of prompt and response together.
+        sampling: sampling settings of a training run, which requests cannot change; None: requests
+            have their own.
+    """
+
+    model: str
+    tokenizer: Tokenizer
+    chat: ChatFormat
+    eos_ids: tuple[int, ...]
+    max_length: int
+    sampling: SamplingSettings | None = None
+
+
+# --- parameters ----------------------------------------------------------------------------------
+
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _Stop = Annotated[str, Field(min_length=1)]
+# These have one value, which changes nothing.
 _Zero = Annotated[float, Field(ge=0, le=0)]
 _One = Annotated[float, Field(ge=1, le=1)]
-_Text = dict[Literal["type"], Literal["text"]]
-_STRICT = ConfigDict(extra="forbid", strict=True)
+_Format = dict[Literal["type"], Literal["text"]]
+_Part = dict[Literal["type", "text"], str]
 
 
 def _wanted(text: str, **options: Any) -> Any:
@@ -70,16 +94,8 @@ def _wanted(text: str, **options: Any) -> Any:
     return Field(description=f"wanted {text}", **options)
 
 
-class _StreamOptions(BaseModel):
-    model_config = _STRICT
-
-    include_usage: bool = False
-
-
-class _Request(BaseModel):
+class _Request(BaseModel, extra="forbid", strict=True):
     """Parameters of all routes; None: the default of the model or run."""
-
-    model_config = _STRICT
 
     model: str = ""
     n: int = _wanted(f"1 to {MAX_SAMPLES} samples", default=1, ge=1, le=MAX_SAMPLES)
@@ -101,7 +117,7 @@ class _Request(BaseModel):
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     stream: bool = False
-    stream_options: _StreamOptions = _StreamOptions()
+    stream_options: dict[Literal["include_usage"], bool] = {}
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     # Not supported: only the value that changes nothing is accepted.
@@ -112,7 +128,7 @@ class _Request(BaseModel):
     top_logprobs: _Zero = 0
     prompt_logprobs: _Zero = 0
     logit_bias: Annotated[dict[str, Any], Field(max_length=0)] = {}
-    response_format: _Text = {}
+    response_format: _Format = {}
 
 
 class _Completion(_Request):
@@ -121,8 +137,26 @@ class _Completion(_Request):
     add_special_tokens: Literal[True] = True
 
 
+def _text(content: Any) -> str:
+    """Return the text of a message's content, which may have several parts."""
+    parts = [{"text": content}] if isinstance(content, str) else content or ()
+    return "".join(part.get("text", "") for part in parts)
+
+
+class _ToolCall(BaseModel, extra="allow"):
+    function: dict[Literal["name", "arguments"], Any]
+
+
+class _Message(BaseModel, extra="allow"):
+    role: str
+    content: Annotated[str | list[_Part] | None, AfterValidator(_text)] = ""
+    tool_calls: list[_ToolCall] | None = None
+
+
 class _Chat(_Request):
-    messages: list[dict[str, Any]] = _wanted("a list of objects")
+    messages: list[_Message] = _wanted(
+        "a list of objects with role and content, which is text; a tool call has a function"
+    )
     tools: list[dict[str, Any]] = []
     tool_choice: Literal["auto", "none"] = "auto"
     chat_template_kwargs: dict[str, Any] = {}
@@ -130,40 +164,25 @@ class _Chat(_Request):
     add_generation_prompt: Literal[True] = True
     add_special_tokens: Literal[False] = False  # the template writes them
 
+    @property
+    def chat(self) -> Chat:
+        """Return the messages and the tools that the policy may call."""
+        messages = [{"content": "", **x.model_dump(exclude_unset=True)} for x in self.messages]
+        tools = [] if self.tool_choice == "none" else self.tools
+        return Chat(messages, tools, self.chat_template_kwargs)
+
 
 class _Generate(_Request):
     logprobs: bool | int = True
     return_token_ids: bool = True
     return_tokens_as_token_ids: bool = True
-    token_ids: list[_TokenId] = _wanted("a list of token IDs")
+    prompt: list[_TokenId] = _wanted("a list of token IDs", alias="token_ids")
 
 
-_MODELS: dict[Kind, type[_Request]] = {
-    "generate": _Generate,
-    "completions": _Completion,
-    "chat": _Chat,
-}
+_MODELS = {"generate": _Generate, "completions": _Completion, "chat": _Chat}
 
 
-class Served(NamedTuple):
-    """A served model, with the limits and settings of its requests.
-
-    Attributes:
-        model: name of the model.
-        tokenizer: tokenizer of the model.
-        chat: chat format of the model.
-        eos_ids: tokens that end a response.
-        max_length: maximum number of tokens of prompt and response together.
-        sampling: sampling settings of a training run, which requests cannot change; None: requests
-            have their own.
-    """
-
-    model: str
-    tokenizer: Tokenizer
-    chat: ChatFormat
-    eos_ids: tuple[int, ...]
-    max_length: int
-    sampling: SamplingSettings | None = None
+# --- responses -----------------------------------------------------------------------------------
 
 
 class Update(NamedTuple):
@@ -192,19 +211,19 @@ class Call:
         kind: kind of the route.
         served: the model.
         request: parameters of the request.
+        chat: messages and tools of a chat.
         prompt: int32 [s].
         settings: sampling settings.
         keys: uint32 [n 2], threefry key data of each sample.
-        tools: tools of a chat.
     """
 
     kind: Kind
     served: Served
     request: Any
+    chat: Chat
     prompt: np.ndarray
     settings: SamplingSettings
     keys: np.ndarray
-    tools: Messages
     id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
@@ -218,28 +237,20 @@ class Call:
 
     def envelope(self, choices: Sequence[Any]) -> dict[str, Any]:
         """Return a response, or a chunk of a stream, with these choices."""
+        found = {"model": self.served.model, "choices": choices, "created": self.created}
         if self.kind == "generate":
-            return {"request_id": self.id, "model": self.served.model, "choices": choices}
+            return found | {"request_id": self.id}
         name, start = "text_completion", "cmpl"
         if self.kind == "chat":
             name = "chat.completion.chunk" if self.request.stream else "chat.completion"
             start = "chatcmpl"
-        return {
-            "id": f"{start}-{self.id}",
-            "object": name,
-            "created": self.created,
-            "model": self.served.model,
-            "choices": choices,
-        }
+        return found | {"id": f"{start}-{self.id}", "object": name}
 
     def usage(self, updates: Sequence[Update]) -> dict[str, int]:
         """Return the token counts of the request."""
         prompt, sampled = len(self.prompt), sum(len(y.tokens) for y in updates)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": sampled,
-            "total_tokens": prompt + sampled,
-        }
+        counts = {"prompt_tokens": prompt, "completion_tokens": sampled}
+        return counts | {"total_tokens": prompt + sampled}
 
     def choice(self, index: int, update: Update, before: Update = NOTHING) -> dict[str, Any]:
         """Return the choice of a sample, or in a stream what an update adds to the one before it.
@@ -254,29 +265,26 @@ class Call:
             choice["token_ids"] = update.tokens[start:].tolist()
             if not start and (request.stream or self.kind == "completions"):
                 choice["prompt_token_ids"] = self.prompt.tolist()
-        if self.kind == "completions":
-            choice["text"] = self._added(update, before)
-        elif self.kind == "chat" and request.stream and not (self.tools and update.finish):
-            choice["delta"] = {} if start else {"role": "assistant"}
-            if not self.tools:
-                choice["delta"]["content"] = self._added(update, before)
-        elif self.kind == "chat":
+        if self.kind == "generate":
+            return choice
+        if self.kind == "chat" and (not request.stream or (self.chat.tools and update.finish)):
             message = self.message(update)
             if calls := message.get("tool_calls"):
                 is_whole = update.finish == "stop"
                 choice["finish_reason"] = "tool_calls" if is_whole else update.finish
                 if request.stream:
                     message["tool_calls"] = [{"index": i, **x} for i, x in enumerate(calls)]
-            choice["delta" if request.stream else "message"] = message
-        return choice
+            return choice | {"delta" if request.stream else "message": message}
+        added = self._text(update)[len(self._text(before)) :]
+        if self.kind == "completions":
+            return choice | {"text": added}
+        delta = {} if start else {"role": "assistant"}
+        return choice | {"delta": delta if self.chat.tools else {**delta, "content": added}}
 
     def message(self, update: Update) -> dict[str, Any]:
         """Return the message of a sample that has ended."""
-        text = self._text(update)
-        return self.served.chat.read(update.tokens, text, self.prompt, self.tools)[0]
-
-    def _added(self, update: Update, before: Update) -> str:
-        return self._text(update)[len(self._text(before)) :]
+        read = self.served.chat.read
+        return read(update.tokens, self._text(update), self.prompt, self.chat.tools)[0]
 
     def _text(self, update: Update) -> str:
         """Return the text of a sample up to its first stop string.
@@ -298,110 +306,67 @@ class Call:
 
     def _logprobs(self, update: Update, start: int) -> dict[str, Any]:
         """Return the log-probs of the tokens from `start` on."""
+        tokenizer, tokens = self.served.tokenizer, update.tokens[start:]
         values = update.token_logprobs[start:].astype(float).tolist()
-        texts = [
-            f"token_id:{token}"
-            if self.request.return_tokens_as_token_ids
-            else self.served.tokenizer.decode([token], skip_special=False)
-            for token in update.tokens[start:]
-        ]
+        texts = [tokenizer.decode([token], skip_special=False) for token in tokens]
+        if self.request.return_tokens_as_token_ids:
+            texts = [f"token_id:{token}" for token in tokens]
         if self.kind == "completions":
             found = {"tokens": texts, "token_logprobs": values}
             return {**found, "top_logprobs": None, "text_offset": None}
-        own_bytes = map(self.served.tokenizer.token_bytes, update.tokens[start:])
-        return {
-            "content": [
-                {"token": x, "logprob": value, "bytes": list(own), "top_logprobs": []}
-                for x, value, own in zip(texts, values, own_bytes, strict=True)
-            ]
-        }
+        own_bytes = [list(tokenizer.token_bytes(token)) for token in tokens]
+        rows = zip(texts, values, own_bytes, [[]] * len(tokens), strict=True)
+        names = "token", "logprob", "bytes", "top_logprobs"
+        return {"content": [dict(zip(names, row, strict=True)) for row in rows]}
 
 
-def parse(
-    kind: Kind,
-    body: Mapping[str, Any],
-    served: Served,
-    seed: int,
-    extend: Callable[[np.ndarray], np.ndarray] = lambda prompt: prompt,
-) -> Call:
-    """Return the call of a request's JSON object.
+# --- from parameters to settings -----------------------------------------------------------------
 
-    Args:
-        kind: kind of the route.
-        body: the JSON object.
-        seed: seed of a request that has no `seed`.
-        extend: returns the tokens of a prompt whose text or messages continue sampled tokens.
 
-    Raises:
-        ApiError: the request is refused.
+def parse(kind: Kind, body: Mapping[str, Any], served: Served, seed: int) -> Call:
+    """Return the call of a request's JSON object, or raise ApiError if the request is refused.
+
+    `seed` is that of a request that has none.
     """
     request = _validated(kind, body)
     if request.model and request.model != served.model:
-        raise ApiError(
-            f"the model {request.model!r:.80} does not exist. This server has {served.model!r}",
-            status=404,
-            param="model",
-            code="model_not_found",
-        )
-    tools = [] if kind != "chat" or request.tool_choice == "none" else request.tools
+        text = f"the model {request.model!r:.80} does not exist. This server has {served.model!r}"
+        raise ApiError(text, status=404, param="model", code="model_not_found")
     try:
-        prompt = extend(_prompt(kind, request, served, tools))
+        chat = request.chat if kind == "chat" else Chat(())
+        prompt = served.chat.prompt(chat) if kind == "chat" else request.prompt
+        if isinstance(prompt, str):
+            prompt = served.tokenizer.encode(prompt, add_bos=True)
+        if len(prompt) == 0:
+            raise ValueError("the prompt is empty. Give at least one token")
         settings = _settings(kind, request, served, len(prompt))
     except ValueError as error:
         raise ApiError(str(error)) from error
     seed = seed if request.seed is None else request.seed
-    key = np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32)
-    return Call(kind, served, request, prompt, settings, fold_in(key, np.arange(request.n)), tools)
+    keys = fold_in(np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32), np.arange(request.n))
+    return Call(kind, served, request, chat, np.asarray(prompt, np.int32), settings, keys)
 
 
 def _validated(kind: Kind, body: Mapping[str, Any]) -> Any:
-    """Return the parameters of a request.
-
-    Raises:
-        ApiError: a parameter is not supported, or has a wrong value.
-    """
-    if kind == "generate" and isinstance(own := body.get("sampling_params"), dict):
-        body = {**own, **{k: v for k, v in body.items() if k != "sampling_params"}}
-    model = _MODELS[kind]
+    """Return the parameters of a request, or raise ApiError with the name of a wrong one."""
+    model, given = _MODELS[kind], dict(body)
+    if kind == "generate" and isinstance(own := given.pop("sampling_params", None), dict):
+        given = {**own, **given}
+    given = {k: v for k, v in given.items() if v is not None and k not in _UNUSED}
     try:
-        given = {k: v for k, v in body.items() if v is not None and k not in _UNUSED}
         return model.model_validate(given)
     except ValidationError as error:
         first = error.errors()[0]
-        name = str(first["loc"][0])
-        if first["type"] == "extra_forbidden":
-            rule = "the parameter is not supported. Leave it out"
-        else:
-            rule = model.model_fields[name].description or first["msg"]
-        shown = "" if first["type"] == "missing" else f" = {body[name]!r:.80}"
+        name, rule = str(first["loc"][0]), "the parameter is not supported. Leave it out"
+        for known, field in model.model_fields.items():
+            if name == (field.alias or known):
+                rule = field.description or first["msg"]
+        shown = f" = {given[name]!r:.80}" if name in given else ""
         raise ApiError(f"{name}{shown}: {rule}", param=name) from None
 
 
-def _prompt(kind: Kind, request: Any, served: Served, tools: Messages) -> np.ndarray:
-    """Return the prompt of a request, int32 [s].
-
-    Raises:
-        ApiError, ValueError: the prompt is empty, or cannot be tokenized.
-    """
-    if kind == "chat":
-        prompt = served.chat.prompt(request.messages, tools, request.chat_template_kwargs)
-    else:
-        prompt = request.token_ids if kind == "generate" else request.prompt
-        if isinstance(prompt, str):
-            prompt = served.tokenizer.encode(prompt, add_bos=True)
-    if len(prompt) == 0:
-        raise ApiError("the prompt is empty. Give at least one token")
-    return np.asarray(prompt, np.int32)
-
-
-def _settings(
-    kind: Kind, request: _Request, served: Served, prompt_length: int
-) -> SamplingSettings:
-    """Return the sampling settings of a prompt.
-
-    Raises:
-        ApiError, ValueError: the response has no room, or a value is out of range.
-    """
+def _settings(kind: Kind, request: Any, served: Served, prompt_length: int) -> SamplingSettings:
+    """Return the sampling settings of a prompt, or raise ApiError or ValueError."""
     room, run = served.max_length - prompt_length, served.sampling
     wanted = request.max_completion_tokens or request.max_tokens
     if room < 1 or (wanted is not None and wanted > room and run is None):
@@ -412,23 +377,20 @@ def _settings(
             param="max_tokens",
             code="context_length_exceeded",
         )
-    decode, stops = served.tokenizer.decode, None
-    if request.stop:
-        if request.min_tokens:
-            raise ApiError(
-                "min_tokens with stop: a stop text cannot be prevented before min_tokens tokens. "
-                "Leave out one of them"
-            )
-        stops = StopStrings(request.stop, lambda ids: decode(ids, skip_special=False))
+    if request.stop and request.min_tokens:
+        raise ValueError(
+            "min_tokens with stop: a stop text may come earlier. Leave out one of them"
+        )
+    decode = functools.partial(served.tokenizer.decode, skip_special=False)
+    stops = StopStrings(request.stop, decode) if request.stop else None
     most = room if wanted is None else min(wanted, room)
     if run is not None:
         fixed = {"n": 1, "temperature": run.temperature, "top_p": run.top_p, "top_k": run.top_k}
         fixed |= {"min_tokens": run.min_new_tokens, "seed": None, "ignore_eos": False}
-        fixed |= {"stop_token_ids": []}
-        more = sorted({*request.stop_token_ids} - {*served.eos_ids})
-        given = request.model_copy(update={"stop_token_ids": more})
-        for name, own in fixed.items():
-            if (value := getattr(given, name)) not in (None, own):
+        given = {name: getattr(request, name) for name in fixed}
+        given["stop_token_ids"] = sorted({*request.stop_token_ids} - {*served.eos_ids}) or None
+        for name, value in given.items():
+            if value not in (None, own := fixed.get(name)):
                 text = f"{name} = {value}: the training run has {own}. Leave it out"
                 raise ApiError(text, param=name)
         return dataclasses.replace(
@@ -438,7 +400,7 @@ def _settings(
     more = served.chat.stop_ids if kind == "chat" else ()
     stop_ids = tuple(dict.fromkeys((*own, *more, *request.stop_token_ids)))
     if len(stop_ids) > MAX_STOP_IDS:
-        raise ApiError(
+        raise ValueError(
             f"stop_token_ids: with the model's own there are {len(stop_ids)} stop tokens, but the "
             f"limit is {MAX_STOP_IDS}. Send fewer stop_token_ids"
         )

@@ -100,20 +100,19 @@ class RequestQueue:
 
     def _take_in(self, session: Session) -> None:
         """Submit new calls to the session and drop cancelled ones; their slots become free."""
-        with contextlib.suppress(queue.Empty):
-            while True:
-                call, notify = self._arrived.get_nowait()
-                for number in [n for n, (own, *_) in self._live.items() if own is call]:
-                    session.cancel(number)
-                    del self._live[number]
-                if notify is None:
-                    continue
-                try:
-                    number = session.submit(call.prompt, call.keys, call.settings)
-                except ValueError as error:
-                    notify(0, ApiError(str(error)))
-                else:
-                    self._live[number] = [call, notify, call.request.n]
+        while not self._arrived.empty():
+            call, notify = self._arrived.get_nowait()
+            for number in [n for n, (own, *_) in self._live.items() if own is call]:
+                session.cancel(number)
+                del self._live[number]
+            if notify is None:
+                continue
+            try:
+                number = session.submit(call.prompt, call.keys, call.settings)
+            except ValueError as error:
+                notify(0, ApiError(str(error)))
+            else:
+                self._live[number] = [call, notify, call.request.n]
 
 
 def make_application(
@@ -145,6 +144,9 @@ def make_application(
         card["max_model_len"] = served.max_length
         return JSONResponse({"object": "list", "data": [card]})
 
+    async def health(request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
     def sampler(kind: Kind) -> Callable[[Request], Awaitable[Response]]:
         async def sample(request: Request) -> Response:
             scope, body = scope_of(request), await _body(request)
@@ -152,28 +154,39 @@ def make_application(
 
         return sample
 
+    async def refusal(request: Request, error: Any) -> Response:
+        if isinstance(error, HTTPException):
+            what = f"{request.method} {request.url.path:.200}"
+            text = f"there is no route {what}. Known: {', '.join(_ROUTES.values())}"
+            error = ApiError(text, status=error.status_code)
+        return JSONResponse(error.body(), error.status)
+
+    async def gone(request: Request, error: Any) -> Response:
+        return Response(status_code=499)
+
     paths = _ROUTES.items()
     routes = [Route(prefix + path, sampler(kind), methods=["POST"]) for kind, path in paths]
-    routes += [Route(f"{prefix}/v1/models", models), Route("/health", _health)]
-    handlers = {ApiError: _refusal, HTTPException: _no_route, ClientDisconnect: _gone}
+    routes += [Route(f"{prefix}/v1/models", models), Route("/health", health)]
+    handlers: dict[Any, Any] = {ApiError: refusal, HTTPException: refusal, ClientDisconnect: gone}
     return Starlette(routes=routes, exception_handlers=handlers)
 
 
-async def _respond(scope: Scope, kind: Kind, body: Mapping[str, Any]) -> Response:
-    call, updates = await scope(kind, body)
-    if not call.request.stream:
-        found = {i: update async for i, update in updates if update.finish}
-        return JSONResponse(call.response([found[i] for i in sorted(found)]))
-    first = await anext(updates)  # an earlier error has its own HTTP status
-    return StreamingResponse(_events(call, first, updates), media_type="text/event-stream")
+async def _body(request: Request) -> dict[str, Any]:
+    """Return the JSON object of a request, or raise ApiError or ClientDisconnect."""
+    body = await request.body()
+    if len(body) > MAX_BODY_BYTES:
+        raise ApiError(f"a request may have {MAX_BODY_BYTES:,} bytes. Send less", status=413)
+    try:
+        found = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(f"the body is not JSON ({error!s:.200})") from error
+    if not isinstance(found, dict):
+        raise ApiError("the body is not a JSON object")
+    return found
 
 
 async def _unless_disconnected(request: Request, work: Awaitable[Response]) -> Response:
-    """Return the result of `work`; cancel it if the client disconnects first.
-
-    Raises:
-        ClientDisconnect: the client has disconnected.
-    """
+    """Return the result of `work`; if the client disconnects first, cancel it and raise."""
     working = asyncio.ensure_future(work)
     watching = asyncio.ensure_future(request.receive())  # the body has ended: a disconnect is next
     try:
@@ -184,6 +197,15 @@ async def _unless_disconnected(request: Request, work: Awaitable[Response]) -> R
     finally:
         watching.cancel()
         working.cancel()
+
+
+async def _respond(scope: Scope, kind: Kind, body: Mapping[str, Any]) -> Response:
+    call, updates = await scope(kind, body)
+    if not call.request.stream:
+        found = {i: update async for i, update in updates if update.finish}
+        return JSONResponse(call.response([found[i] for i in sorted(found)]))
+    first = await anext(updates)  # an earlier error has its own HTTP status
+    return StreamingResponse(_events(call, first, updates), media_type="text/event-stream")
 
 
 async def _events(call: Call, first: tuple[int, Update], updates: Any) -> AsyncIterator[str]:
@@ -201,7 +223,7 @@ async def _events(call: Call, first: tuple[int, Update], updates: Any) -> AsyncI
         except ApiError as error:  # the status was sent before, so the error is an event
             yield _event(error.body())
             return
-    if call.request.stream_options.include_usage:
+    if call.request.stream_options.get("include_usage"):
         usage = call.usage(list(newest.values()))
         yield _event({**call.envelope([]), "usage": usage})
     yield "data: [DONE]\n\n"
@@ -209,40 +231,3 @@ async def _events(call: Call, first: tuple[int, Update], updates: Any) -> AsyncI
 
 def _event(data: Any) -> str:
     return f"data: {json.dumps(data, allow_nan=False)}\n\n"
-
-
-async def _body(request: Request) -> dict[str, Any]:
-    """Return the JSON object of a request.
-
-    Raises:
-        ApiError: the body is too large, or not a JSON object.
-        ClientDisconnect: the client disconnected before the end of the body.
-    """
-    body = await request.body()
-    if len(body) > MAX_BODY_BYTES:
-        raise ApiError(f"a request may have {MAX_BODY_BYTES:,} bytes. Send less", status=413)
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(f"the body is not JSON ({error!s:.200})") from error
-    if not isinstance(found, dict):
-        raise ApiError("the body is not a JSON object")
-    return found
-
-
-async def _health(request: Request) -> Response:
-    return JSONResponse({"status": "ok"})
-
-
-def _gone(request: Request, error: Any) -> Response:
-    return Response(status_code=499)
-
-
-def _refusal(request: Any, error: Any) -> Response:
-    return JSONResponse(error.body(), error.status)
-
-
-def _no_route(request: Request, error: Any) -> Response:
-    what = f"{request.method} {request.url.path:.200}"
-    text = f"there is no route {what}. Known: {', '.join(_ROUTES.values())}"
-    return _refusal(request, ApiError(text, status=error.status_code))

@@ -5,8 +5,10 @@ Prompts go out as token IDs; token IDs come back with the log-prob of each. The 
 weights of a version as a folder of adapters under a new name. A response is sampled with the newest
 weights at the time of its request, so all of its tokens have one version.
 
-Invariants: a response has the version of the adapter that it names, and every token a finite
-log-prob; a request that fails is sent again, or ends the run.
+Failures have the names "server_down" (no response now), "server_no_model" (the adapter is not
+loaded), "server_nonsense" (unusable contents) and "server_refused". Invariants: a response has the
+version of the adapter that it names, and every token a finite log-prob; a request that fails is
+sent again, or ends the run.
 """
 
 import collections
@@ -31,7 +33,7 @@ from tba_jax.devices.worker import StopFlag
 from tba_jax.models import lora
 from tba_jax.models.architecture import TransformerConfig
 from tba_jax.models.hf import adapter_files
-from tba_jax.serving.failures import FailureLines
+from tba_jax.serving.failures import Failure, FailureLines
 
 T = TypeVar("T")
 
@@ -45,20 +47,6 @@ _START = "Start it with vllm serve MODEL --enable-lora and VLLM_ALLOW_RUNTIME_LO
 
 class ServerError(RuntimeError):
     """The server did not give a usable response in time."""
-
-
-class _Failed(Exception):
-    """An attempt without a usable response.
-
-    Args:
-        name: "server_down" (no response now), "server_no_model" (the adapter is not loaded),
-            "server_nonsense" (unusable contents) or "server_refused".
-        text: what happened.
-    """
-
-    def __init__(self, name: str, text: str) -> None:
-        super().__init__(text)
-        self.name = name
 
 
 class InferenceServer:
@@ -95,35 +83,28 @@ class InferenceServer:
     ) -> None:
         import urllib3  # slow; other runs need no client
 
-        self.eos_ids, self.stop_strings = eos_ids, stop_strings
-        self.failures = FailureLines(f"search.engine {url}")
-        self.stop = StopFlag()
-        self._url = url.rstrip("/")
+        self.eos_ids, self.stop_strings, self._longest = eos_ids, stop_strings, longest
+        self.failures, self.stop = FailureLines(f"search.engine {url}"), StopFlag()
         self._policy, self._base, self._folder = policy, base, folder.absolute()
-        self._longest, self._timeout_s = longest, timeout_s
+        self._url, self._timeout_s = url.rstrip("/"), timeout_s
         self._http = urllib3.PoolManager(maxsize=256, retries=False)
-        self._name = f"tba-{uuid.uuid4().hex[:8]}"
-        self._loading = threading.Lock()
+        self._name, self._loading = f"tba-{uuid.uuid4().hex[:8]}", threading.Lock()
         self._adapters: dict[int, Path] = {}  # loaded ones by version, the newest last
 
     def check(self, *, loads: bool = True) -> None:
-        """Ask the server for its model and for one token.
+        """Ask the server for its model and for one token, and with `loads` load an adapter.
 
-        Args:
-            loads: whether to load an adapter, too.
-
-        Raises:
-            ValueError: the server or its model cannot be used.
+        Raises ValueError if the server or its model cannot be used.
         """
         adapter_files.check(self._policy)
         try:
             cards = self._send("GET", "/models", None, _CHECK_TIMEOUT_S).get("data") or []
             card = next((x for x in cards if not x.get("parent")), None)
             if card is None:
-                raise _Failed("server_nonsense", "the server lists no model")
-            longest = card.get("max_model_len")
-            if longest is not None and longest < self._longest:
-                raise _Failed(
+                raise Failure("server_nonsense", "the server lists no model")
+            longest = card.get("max_model_len") or self._longest
+            if longest < self._longest:
+                raise Failure(
                     "server_refused",
                     f"the model {card['id']!r} has max_model_len = {longest}, and prompt and "
                     f"response may have {self._longest} tokens (task.max_prompt_tokens + "
@@ -134,17 +115,14 @@ class InferenceServer:
             body = _request(str(card["id"]), prompt, key, SamplingSettings(1))
             _read(self._send("POST", "/completions", body, _CHECK_TIMEOUT_S), body)
             if loads:
-                folder = self._folder / f"{self._name}-check"
-                fresh = lora.init_adapters(self._policy, 0)
-                adapter_files.write(folder, self._policy, fresh, self._base)
+                folder = self._write("check", lora.init_adapters(self._policy, 0))
                 try:
                     self._load(folder)
                 finally:
                     self._unload(folder)
-        except _Failed as error:
-            raise ValueError(
-                f"config.search.engine = {self._url!r}: {error} ({error.name}). {_START}"
-            ) from error
+        except Failure as error:
+            text = f"config.search.engine = {self._url!r}: {error} ({error.name}). {_START}"
+            raise ValueError(text) from error
 
     def session(
         self, params: Any, *, num_slots: int, version: int = 0, **unused: Any
@@ -153,20 +131,14 @@ class InferenceServer:
         return ServerSession(self, num_slots, params, version)
 
     def publish(self, version: int, adapters: Any) -> None:
-        """Load the adapter of a version, unless it is loaded; later requests sample with it.
+        """Load a version's adapters (a tree), unless they are loaded; later requests use them.
 
-        Args:
-            version: version of the weights.
-            adapters: tree of adapters on devices of this process.
-
-        Raises:
-            ServerError: the server does not load it.
+        Raises ServerError if the server does not load them.
         """
         with self._loading:
             if version in self._adapters:
                 return
-            folder = self._folder / f"{self._name}-{version}"
-            adapter_files.write(folder, self._policy, adapters, self._base)
+            folder = self._write(version, adapters)
             try:
                 self._repeat(lambda: self._load(folder))
             except ServerError:
@@ -181,40 +153,21 @@ class InferenceServer:
     ) -> tuple[np.ndarray, np.ndarray, bool, int]:
         """Return tokens, int32 [t], log-probs, float32 [t], whether they have an end, and version.
 
-        Args:
-            prompt: int32 [s].
-            key: uint32 [2]; some servers ignore the seed that it becomes.
-            settings: limits, temperature, stop tokens and stop strings.
-
-        Raises:
-            ServerError: no attempt gave a usable response.
+        The prompt is int32 [s], the key uint32 [2]; some servers ignore the seed that it becomes.
+        Raises ServerError if no attempt gave a usable response.
         """
-        most, stops = settings.max_new_tokens, settings.stop_strings
 
         def attempt() -> tuple[np.ndarray, np.ndarray, bool, int]:
             version, folder = list(self._adapters.items())[-1]
             body = _request(folder.name, prompt, key, settings)
             try:
                 found = self._send("POST", "/completions", body)
-            except _Failed as error:
+            except Failure as error:
                 if error.name == "server_no_model":  # a restarted server has no adapters
-                    with contextlib.suppress(_Failed):  # the next attempt shows whether it is there
+                    with contextlib.suppress(Failure):  # the next attempt shows whether it is there
                         self._load(folder)
                 raise
-            tokens, logprobs = _read(found, body)
-            is_stop = np.isin(tokens, body["stop_token_ids"])
-            ends = [int(is_stop.argmax()) + 1] if is_stop.any() else []
-            if stops is not None and (end := stops.end(tokens, 0)):
-                ends.append(end)
-            size = min(ends, default=most + 1)
-            if size > most > len(tokens):
-                raise _Failed(
-                    "server_nonsense",
-                    f"a response ends after {len(tokens)} of {most} tokens without a stop token "
-                    "or stop string of the run",
-                )
-            tokens, logprobs = tokens[: min(size, most)], logprobs[: min(size, most)]
-            return tokens, logprobs, size <= most, version
+            return *_read(found, body, settings.stop_strings), version
 
         return self._repeat(attempt)
 
@@ -225,6 +178,11 @@ class InferenceServer:
             while self._adapters:
                 self._unload(self._adapters.popitem()[1])
 
+    def _write(self, name: object, adapters: Any) -> Path:
+        folder = self._folder / f"{self._name}-{name}"
+        adapter_files.write(folder, self._policy, adapters, self._base)
+        return folder
+
     def _load(self, folder: Path) -> None:
         body = {"lora_name": folder.name, "lora_path": str(folder)}
         self._send("POST", "/load_lora_adapter", body)
@@ -234,23 +192,19 @@ class InferenceServer:
         body = {"lora_name": folder.name}
         try:
             self._send("POST", "/unload_lora_adapter", body, _CHECK_TIMEOUT_S)
-        except _Failed as error:
+        except Failure as error:
             if error.name != "server_no_model":  # a restarted server has no adapters
                 self.failures.report("server_unload", str(error), "request(s) failed as")
         shutil.rmtree(folder, ignore_errors=True)
 
     def _repeat(self, attempt: Callable[[], T]) -> T:
-        """Return the result of the first attempt that does not fail.
-
-        Raises:
-            ServerError: the time is over, or the server refuses.
-        """
+        """Return the result of the first attempt that does not fail, or raise ServerError."""
         start_s, pause_s = time.monotonic(), 0.5
         attempts = collections.Counter[str]()  # by the name of their failure
         while True:
             try:
                 return attempt()
-            except _Failed as error:
+            except Failure as error:
                 failed = error
             attempts[failed.name] += 1
             self.failures.report(failed.name, str(failed), "request(s) failed as")
@@ -270,11 +224,7 @@ class InferenceServer:
     def _send(
         self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float = 0.0
     ) -> dict[str, Any]:
-        """Return the JSON object of a response of status 200; {} for a text.
-
-        Raises:
-            _Failed: no response of status 200 has arrived.
-        """
+        """Return the JSON object of a response of status 200, {} for a text, or raise Failure."""
         import urllib3
 
         key, timeout_s = os.environ.get("OPENAI_API_KEY"), timeout_s or self._timeout_s
@@ -287,20 +237,17 @@ class InferenceServer:
                 timeout=urllib3.Timeout(connect=min(10.0, timeout_s), read=timeout_s),
             )
         except urllib3.exceptions.ReadTimeoutError:
-            raise _Failed("server_down", f"no response within {timeout_s:.0f} s") from None
+            raise Failure("server_down", f"no response within {timeout_s:.0f} s") from None
         except urllib3.exceptions.HTTPError as error:
-            raise _Failed("server_down", f"not reachable ({type(error).__name__})") from error
+            raise Failure("server_down", f"not reachable ({type(error).__name__})") from error
         if found.status == 200:
-            try:
-                value = found.json()
-            except ValueError:
-                value = None
-            return value if isinstance(value, dict) else {}
+            with contextlib.suppress(ValueError):  # a text
+                return dict(found.json())
+            return {}
         text = f"HTTP {found.status} from {path}: {found.data[:300].decode(errors='replace')}"
-        if found.status == 404:
-            raise _Failed("server_no_model", text)
         is_brief = found.status in (408, 429) or found.status >= 500
-        raise _Failed("server_down" if is_brief else "server_refused", text)
+        name = "server_down" if is_brief else "server_refused"
+        raise Failure("server_no_model" if found.status == 404 else name, text)
 
 
 def _request(
@@ -308,6 +255,8 @@ def _request(
 ) -> dict[str, Any]:
     """Return the body of a request for one response; it sets every sampling setting."""
     stops = settings.stop_strings
+    zeros = dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty"), 0.0)
+    names = "include_stop_str_in_output", "return_token_ids", "return_tokens_as_token_ids"
     return {
         "model": name,
         "prompt": prompt.tolist(),
@@ -317,32 +266,26 @@ def _request(
         "seed": (int(key[0]) << 32 | int(key[1])) >> 1,  # servers take 63 bits
         "top_p": 1.0,
         "top_k": -1,
-        "min_p": 0.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
         "repetition_penalty": 1.0,
-        # The stop tokens are these alone, not those of the server's model.
-        "ignore_eos": True,
+        "ignore_eos": True,  # the stop tokens are those of the run alone
         "stop_token_ids": list(settings.stop_ids or ()),
         "stop": [] if stops is None else list(stops.strings),
-        "include_stop_str_in_output": True,
         "skip_special_tokens": False,  # a stop string may be one
         "logprobs": 1,
-        "return_token_ids": True,
-        "return_tokens_as_token_ids": True,
-    }
+    } | (zeros | dict.fromkeys(names, True))
 
 
-def _read(found: Mapping[str, Any], body: Mapping[str, Any]) -> tuple[np.ndarray, np.ndarray]:
-    """Return tokens, int32 [t], and log-probs, float32 [t], of the response to a request.
+def _read(
+    found: Mapping[str, Any], body: Mapping[str, Any], stops: StopStrings | None = None
+) -> tuple[np.ndarray, np.ndarray, bool]:
+    """Return tokens, int32 [t], log-probs, float32 [t], and whether the response has an end.
 
-    Raises:
-        _Failed: one of them is missing or does not fit the request.
+    Raises Failure if they are missing, or do not fit the request.
     """
-    choice = (found.get("choices") or [{}])[0]
-    ids, sent = choice.get("token_ids"), choice.get("prompt_token_ids")
+    choice, most = (found.get("choices") or [{}])[0], body["max_tokens"]
+    ids, sent = choice.get("token_ids") or [], choice.get("prompt_token_ids")
     values = (choice.get("logprobs") or {}).get("token_logprobs") or []
-    wrong = ""
+    wrong, size = "", most + 1
     if found.get("model") != body["model"]:
         wrong = f"is of the model {found.get('model')!r:.80}, not of {body['model']!r}"
     elif sent not in (None, body["prompt"]):
@@ -351,9 +294,17 @@ def _read(found: Mapping[str, Any], body: Mapping[str, Any]) -> tuple[np.ndarray
         wrong = "has no token_ids: this server cannot return token IDs"
     elif len(values) != len(ids) or not np.isfinite(np.array(values, float)).all():
         wrong = f"has {len(ids)} tokens without a finite log-prob of each"
+    else:
+        ends = [i + 1 for i, token in enumerate(ids) if token in body["stop_token_ids"]][:1]
+        if stops is not None and (end := stops.end(np.array(ids), 0)):
+            ends.append(end)
+        size = min(ends, default=size)
+        if size > most > len(ids):
+            wrong = f"ends after {len(ids)} of {most} tokens without a stop token or stop string"
     if wrong:
-        raise _Failed("server_nonsense", f"the response {wrong}")
-    return np.array(ids, np.int32), np.array(values, np.float32)
+        raise Failure("server_nonsense", f"the response {wrong}")
+    kept = min(size, most)
+    return np.array(ids[:kept], np.int32), np.array(values[:kept], np.float32), size <= most
 
 
 class ServerSession:
@@ -364,12 +315,10 @@ class ServerSession:
     """
 
     def __init__(self, server: InferenceServer, num_slots: int, params: Any, version: int) -> None:
-        self.num_slots, self.version = num_slots, version
-        self.statistics = Statistics()
-        self._server = server
-        server.publish(version, params)
+        self._server, self.num_slots, self.statistics = server, num_slots, Statistics()
         self._results: queue.SimpleQueue[Response | Exception] = queue.SimpleQueue()
         self._num_submitted = self._num_open = 0
+        self.swap(params, version)
 
     @property
     def is_idle(self) -> bool:
@@ -381,6 +330,11 @@ class ServerSession:
         """Free slots minus queued responses; negative if more are queued."""
         return self.num_slots - self._num_open
 
+    def swap(self, params: Any, version: int) -> None:
+        """Sample later requests with other weights."""
+        self._server.publish(version, params)
+        self.version = version
+
     def submit(
         self,
         prompt: np.ndarray,
@@ -389,37 +343,30 @@ class ServerSession:
         temperatures: np.ndarray | None = None,
     ) -> int:
         """Request responses to one prompt; arguments and result as of `Session.submit`."""
-        index = self._num_submitted
+        number, server = self._num_submitted, self._server
         self._num_submitted += 1
         self._num_open += len(keys)
-        settings = dataclasses.replace(
-            settings,
-            stop_ids=self._server.eos_ids if settings.stop_ids is None else settings.stop_ids,
-            stop_strings=settings.stop_strings or self._server.stop_strings,
-        )
+        stop_ids = server.eos_ids if settings.stop_ids is None else settings.stop_ids
+        stops = settings.stop_strings or server.stop_strings
         for j, key in enumerate(keys):
-            own = settings.temperature if temperatures is None else float(temperatures[j])
-            each = dataclasses.replace(settings, temperature=own)
-            row = (index, j, prompt, key, each)
+            own = dataclasses.replace(
+                settings,
+                temperature=settings.temperature
+                if temperatures is None
+                else float(temperatures[j]),
+                stop_ids=stop_ids,
+                stop_strings=stops,
+            )
+            row = (number, j, prompt, key, own)
             threading.Thread(target=self._sample, args=row, daemon=True).start()
-        return index
-
-    def swap(self, params: Any, version: int) -> None:
-        """Sample later requests with other weights."""
-        self._server.publish(version, params)
-        self.version = version
+        return number
 
     def forget(self, conversation: np.ndarray) -> None:
         """Do nothing."""
 
     def step(self) -> list[Response]:
-        """Wait a short time for responses, and return those that have arrived.
-
-        Raises:
-            ServerError: a request got no usable response.
-        """
-        start_s = time.perf_counter()
-        found: list[Response] = []
+        """Wait a short time for responses; return those that have arrived, or raise ServerError."""
+        start_s, found = time.perf_counter(), list[Response]()
         with contextlib.suppress(queue.Empty):
             while True:
                 response = self._results.get(timeout=_STEP_S if self._num_open and not found else 0)
@@ -437,13 +384,13 @@ class ServerSession:
             yield from self.step()
 
     def _sample(
-        self, index: int, sample: int, prompt: np.ndarray, key: np.ndarray, own: SamplingSettings
+        self, number: int, j: int, prompt: np.ndarray, key: np.ndarray, own: SamplingSettings
     ) -> None:
         """Put the response to one request, or an error, into the results."""
         try:
-            tokens, logprobs, has_eos, version = self._server.sample(prompt, key, own)
+            tokens, logprobs, has_end, version = self._server.sample(prompt, key, own)
             versions = np.full(len(tokens), version, np.int32)
-            row = (tokens, logprobs, has_eos, version, version, own.temperature, versions)
-            self._results.put(Response(index, sample, *row))
+            row = (tokens, logprobs, has_end, version, version, own.temperature, versions)
+            self._results.put(Response(number, j, *row))
         except Exception as error:  # raised again by the thread of the session
             self._results.put(error)

@@ -47,7 +47,7 @@ class Scripted:
         text = script(self.contexts[number]) if callable(script) else script[number]
         tokens = self.tokenizer.encode(text, add_bos=False)
         logprobs = np.full(len(tokens), -1, np.float32)
-        return Response(number, 0, tokens, logprobs, True, 7, 7, 1.0)
+        return Response(number, 0, tokens, logprobs, True, 7, 7, 1.0, np.full(len(tokens), 7))
 
 
 def all_played(environments, session, prompts):

@@ -5,6 +5,7 @@ import asyncio
 import itertools
 import threading
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from fake_models import START_MODEL_LOGIT, load_folder, logprob_bound, scored_to
 
 from tba_jax.config.schema import make_config
 from tba_jax.decoding.keys import row_keys
+from tba_jax.environments import episodes
 from tba_jax.environments.episode import Environment, Rejected
 from tba_jax.environments.episodes import EpisodeSession
 from tba_jax.flow.trajectory import Prompt
@@ -21,12 +23,9 @@ from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import unstack_layers
 from tba_jax.run.model_parts import START_MODEL, make_decoder
 from tba_jax.search.sampler import sampling_settings
+from tba_jax.serving.failures import FailureLines
 
 LIMIT = 20
-
-
-class Job:
-    def leave(self): ...
 
 
 class Counting(Environment):
@@ -38,7 +37,7 @@ class Counting(Environment):
         prompt, delay = self.attempt.prompt.tokens, next(world.delays)
         for turn in range(world.most):
             await asyncio.sleep(delay)
-            y = await self.turn(prompt)
+            y = await self.turn(0, prompt)
             if y is None or self.limit:
                 return "done", 0.5
             text = decode(y.tokens)
@@ -57,7 +56,8 @@ class World:
 
     def __init__(self, delays=(0,), most=3, fails=()):
         self.delays, self.most, self.fails = itertools.cycle(delays), most, fails
-        self.texts, self.workers = [], self
+        self.workers = types.SimpleNamespace(open=lambda: types.SimpleNamespace(leave=lambda: None))
+        self.texts, self.timeout_s, self.failures = [], 30.0, FailureLines("world")
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
@@ -66,11 +66,6 @@ class World:
         self.loop.call_soon_threadsafe(self.loop.stop)
         self.thread.join(10.0)
         self.loop.close()
-
-    def open(self):
-        return Job()
-
-    def report(self, name, text): ...
 
     def start(self, attempt, sample):
         return asyncio.run_coroutine_threadsafe(Counting(self, attempt, sample).run(), self.loop)
@@ -126,7 +121,7 @@ def drawn(model, world, *, in_turn, max_turns=4, keeps_caches=True):
     world.close()
     assert session.is_idle and session.room == 4
     assert (session.statistics.kept_tokens > 0) == (keeps_caches and max_turns > 1)
-    assert not inner._kept  # an episode that has ended keeps nothing
+    assert all(key[:4] == b"\xff" * 4 for key in inner._kept)  # free rows: nothing is kept
     return sorted(found, key=lambda y: (y.request, y.sample))
 
 
@@ -179,3 +174,12 @@ def test_a_failure_is_a_rejection_of_its_episode_alone(model):
     assert failed and {y.verdict.reason for y in failed} == {"environment_error"}
     for y, z in zip(good, bad, strict=True):
         assert z.verdict.reason or y.tokens.tolist() == z.tokens.tolist()
+
+
+def test_an_environment_that_never_answers_ends_the_wait_of_a_run(model, monkeypatch):
+    monkeypatch.setattr(episodes, "START_TIMEOUT_S", -episodes._SLACK_S)
+    world = World([99])
+    world.timeout_s = 0.2
+    with pytest.raises(RuntimeError, match=r"no environment answered .*reward.timeout_s = 0.2"):
+        drawn(model, world, in_turn=True)
+    world.close()

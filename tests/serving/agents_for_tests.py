@@ -10,6 +10,8 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
+MEETING = threading.Barrier(2)  # of two episodes in one process
+
 
 def post(base_url, route, **body):
     """Response of the policy, as a JSON object."""
@@ -25,10 +27,10 @@ def complete(base_url, prompt, **body):
     return choice
 
 
-def refused(base_url, prompt, **body):
+def refused(base_url, prompt):
     """Name of the refusal of a request; "" for none."""
     try:
-        complete(base_url, prompt, **body)
+        complete(base_url, prompt)
     except urllib.error.HTTPError as error:
         with error:
             return json.load(error)["error"]["code"]
@@ -36,18 +38,17 @@ def refused(base_url, prompt, **body):
 
 
 def talk(base_url, row):
-    """Three turns, in text or in tokens; the reward is the number of tokens sampled / 10."""
-    text, num = row["prompt"], 0
+    """Three turns of each conversation; the reward is the number of tokens sampled / 10."""
+    texts, num = [row["prompt"], "1+1="][: 1 + (row["kind"] == "fork")], 0
     for turn in range(3):
-        choice = complete(base_url, text, max_tokens=6, stop=[":", ","])
-        num += len(choice["token_ids"])
-        if choice["finish_reason"] == "length" and turn == 2:
-            break
-        if row["kind"] == "tokens":
-            text = [*choice["prompt_token_ids"], *choice["token_ids"], 20 + turn]
-        else:
-            cut = choice["logprobs"]["tokens"][-1]
-            text += choice["text"] + (cut if cut in ":," else "") + f"{turn}+"
+        for i, text in enumerate(texts):
+            choice = complete(base_url, text, max_tokens=4, stop=[":", ","])
+            num += len(choice["token_ids"])
+            if row["kind"] == "text":
+                cut = choice["logprobs"]["tokens"][-1]
+                texts[i] += choice["text"] + (cut if cut in ":," else "") + f"{turn}+"
+            else:
+                texts[i] = [*choice["prompt_token_ids"], *choice["token_ids"], 20 + turn]
     return num / 10
 
 
@@ -63,63 +64,39 @@ def with_verifiers(base_url, row):
     command = [os.environ["AGENT_PYTHON"], str(script), base_url, os.environ["AGENT_MODEL"]]
     done = subprocess.run([*command, "policy", "1"], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    (trace,) = json.loads(done.stdout)
-    return trace["reward"] + len(row["prompt"]) / 100
+    (reward,) = json.loads(done.stdout)
+    return reward + len(row["prompt"]) / 100
 
 
 def misbehave(base_url, row):
     """Fail in the way that the row names."""
-    prompt = row["prompt"]
-    match row["kind"]:
-        case "hang":
-            complete(base_url, prompt)
-            time.sleep(1000)
-        case "crash":
-            complete(base_url, prompt)
-            os._exit(3)
-        case "error":
-            complete(base_url, prompt, temperature="hot")
-        case "no turn":
-            return 1.0
-        case "three at once":  # answered one after another
-            threads = [threading.Thread(target=complete, args=(base_url, prompt)) for _ in range(3)]
-            for act in (threading.Thread.start, threading.Thread.join):
-                list(map(act, threads))
-        case "nonsense":
-            complete(base_url, [1, 10**6])
-        case "first token":
-            complete(base_url, [28, 16])
-        case "idle":
-            time.sleep(1000)
-        case "type":
-            complete(base_url, prompt)
-            return "much"
-        case "late":
-            complete(base_url, prompt)
-            with open(row["file"], "w") as file:
-                file.write(base_url)
-            time.sleep(1000)
-        case "good":
-            complete(base_url, prompt)
-        case "turns":
-            text = prompt
-            for _ in range(3):
-                choice = complete(base_url, text, max_tokens=1)
-                text = [*choice["prompt_token_ids"], *choice["token_ids"]]
-            assert refused(base_url, text) == "episode_ended"
-            return 0.5
-    return 1.0
-
-
-def fork(base_url, row):
-    """Two conversations in turn, each of two turns; the reward is the number of tokens / 10."""
-    texts, num = [row["prompt"], "1+1="], 0
-    for turn in range(2):
-        for i, text in enumerate(texts):
-            choice = complete(base_url, text, max_tokens=4)
-            num += len(choice["token_ids"])
-            texts[i] = [*choice["prompt_token_ids"], *choice["token_ids"], 20 + turn]
-    return num / 10
+    kind, prompt = row["kind"], row["prompt"]
+    if kind == "no turn":
+        return 1.0
+    if kind == "idle":
+        time.sleep(1000)
+    if kind == "meet":
+        MEETING.wait(30)
+    if kind == "error":
+        complete(base_url, prompt, temperature="hot")
+    if kind == "three at once":  # answered one after another
+        threads = [threading.Thread(target=complete, args=(base_url, prompt)) for _ in range(3)]
+        for act in (threading.Thread.start, threading.Thread.join):
+            list(map(act, threads))
+        return 1.0
+    tokens = {"nonsense": [1, 10**6], "first token": [28, 16]}
+    choice = complete(base_url, tokens.get(kind, prompt), max_tokens=1)
+    if kind == "hang":
+        Path(row["file"]).write_text(base_url)
+        time.sleep(1000)
+    if kind == "crash":
+        os._exit(3)
+    if kind == "turns":
+        for _ in range(2):
+            text = [*choice["prompt_token_ids"], *choice["token_ids"]]
+            choice = complete(base_url, text, max_tokens=1)
+        assert refused(base_url, text) == "episode_ended"
+    return "much" if kind == "type" else 1.0
 
 
 def thinking(base_url, row):

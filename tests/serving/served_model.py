@@ -26,8 +26,7 @@ from tba_jax.serving.chat import make_chat_format
 from tba_jax.serving.protocol import ApiError, Served
 from tba_jax.serving.server import RequestQueue, make_application
 
-MAX_LENGTH = 256
-NUM_SLOTS = 8
+MAX_LENGTH, NUM_SLOTS = 256, 8
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }}{{ '=' if m.role != 'assistant' else ':' }}{% endfor %}"
     "{{ ending }}"
@@ -38,23 +37,23 @@ class ServedModel:
     """Decoder, session, queue and server."""
 
     def __init__(self, folder, *, token="", port=0):
-        config, params, _ = models.load(str(START_MODEL), param_dtype=jnp.float32)
-        self.config, self.params = config, params
+        self.config, self.params, _ = models.load(str(START_MODEL), param_dtype=jnp.float32)
         self.tokenizer = Tokenizer.load(folder)
+        eos_ids = self.tokenizer.eos_ids
         self.decoder = Decoder(
-            config,
+            self.config,
             compute_dtype=jnp.float32,
-            eos_ids=self.tokenizer.eos_ids,
+            eos_ids=eos_ids,
             pad_id=self.tokenizer.pad_id,
             prompt_tokens=MAX_LENGTH,
             max_length=MAX_LENGTH,
         )
-        self.session = self.open_session(params)
+        self.session = self.open_session(self.params)
         chat = make_chat_format(self.tokenizer, "")
-        self.served = Served("start", self.tokenizer, chat, self.tokenizer.eos_ids, MAX_LENGTH)
+        self.served = Served("start", self.tokenizer, chat, eos_ids, MAX_LENGTH)
         self.queue = RequestQueue(self.served)
         self.server = HttpServer(self.application(token), "http-server", bind("127.0.0.1", port))
-        self.stop = StopFlag()
+        self.url, self.stop = f"http://127.0.0.1:{self.server.port}", StopFlag()
 
     def application(self, token):
         return make_application(lambda episode: self.queue, self.served, token=token)
@@ -75,28 +74,18 @@ class ServedModel:
             self.stop.set()
             worker.join(10.0)
 
-    @property
-    def url(self):
-        return f"http://127.0.0.1:{self.server.port}"
-
-    def post(self, path, body, headers=None):
-        """Status and JSON object, or the text of a stream."""
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    def ask(self, path, body=None, headers=None):
+        """Status and JSON object, or the text of a stream; POST with a body."""
+        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         headers = {"content-type": "application/json", **(headers or {})}
-        return opened(urllib.request.Request(self.url + path, data, headers))
-
-    def get(self, path):
-        return opened(urllib.request.Request(self.url + path))
-
-
-def opened(request):
-    try:
-        response = urllib.request.urlopen(request, timeout=60)
-    except urllib.error.HTTPError as error:
-        response = error
-    with response:
-        text = response.read().decode()
-    return response.status, text if text.startswith("data:") else json.loads(text)
+        try:
+            request = urllib.request.Request(self.url + path, data, headers)
+            response = urllib.request.urlopen(request, timeout=60)
+        except urllib.error.HTTPError as error:
+            response = error
+        with response:
+            text = response.read().decode()
+        return response.status, text if text.startswith("data:") else json.loads(text)
 
 
 class FaultyServer(ServedModel):

@@ -29,22 +29,16 @@ from tba_jax.run.task_parts import make_environments
 from tba_jax.search.sampler import sampling_settings
 from tba_jax.serving.protocol import ApiError
 
-FILE = Path(__file__).with_name("agents_for_tests.py")
-LIMIT = 48
+FILE, LIMIT = Path(__file__).with_name("agents_for_tests.py"), 48
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    template = (
-        "<bos>{% for m in messages %}{{ m.content }}"
-        "{{ '=' if m.role == 'user' else '<eos>' }}{% endfor %}"
-    )
-    folder = folder_with_template(tmp_path_factory.mktemp("model"), template)
     config, params, _ = load_folder(str(START_MODEL), param_dtype=jnp.float32)
-    tokenizer = Tokenizer.load(folder)
+    tokenizer = Tokenizer.load(folder_with_template(tmp_path_factory.mktemp("model")))
     changes = {"task.max_prompt_tokens": 12, "task.environment": f"{FILE}:talk"}
-    changes |= {"search.max_new_tokens": LIMIT}
-    settings = make_config({**changes, "reward.timeout_s": 2.0, "search.num_slots": 4})
+    changes |= {"search.max_new_tokens": LIMIT, "reward.timeout_s": 30.0, "search.num_slots": 4}
+    settings = make_config(changes)
     decoder = make_decoder(settings, config, tokenizer)
     names = {"params": params, "tokenizer": tokenizer, "settings": settings, "decoder": decoder}
     return types.SimpleNamespace(config=config, **names)
@@ -69,7 +63,7 @@ def drawn(model, environments, rows, *, max_turns=8, swap=None):
         tokens = model.tokenizer.encode(row["prompt"], add_bos=True)[:1]
         prompt = Prompt(i, row["prompt"], tokens, row)
         session.submit(prompt, key[None], sampling_settings(model.settings.search), np.ones(1))
-    found, end = [], time.monotonic() + 60
+    found, end = [], time.monotonic() + 90
     while not session.is_idle:
         assert time.monotonic() < end
         if session.is_waiting:
@@ -81,17 +75,14 @@ def drawn(model, environments, rows, *, max_turns=8, swap=None):
     return sorted(found, key=lambda y: y.request)
 
 
-def scored(model, params, rows, episode):
+ROWS = [{"prompt": "7+5-3=", "kind": kind} for kind in ("tokens", "text", "fork")]
+
+
+def scored(model, params, episode):
     """log pi of each sampled token of an episode."""
-    prompt = model.tokenizer.encode(rows[episode.request]["prompt"], add_bos=True)[:1]
-    return np.concatenate(
-        [
-            scored_tokens(model.config, params, prompt, episode.tokens[path])[
-                episode.is_sampled[path]
-            ]
-            for path in episode.paths
-        ]
-    )
+    prompt = model.tokenizer.encode("7", add_bos=True)[:1]
+    rows = [scored_tokens(model.config, params, prompt, episode.tokens[x]) for x in episode.paths]
+    return np.concatenate(rows)[episode.is_sampled]
 
 
 def assert_log_probs(model, episode, values):
@@ -102,20 +93,16 @@ def assert_log_probs(model, episode, values):
     assert episode.verdict == Score(len(values) / 10, None)  # no token was lost or counted twice
 
 
-ROWS = [
-    {"prompt": text, "kind": kind}
-    for text in ("7+5-3=", "1-1+6=", "9+9-8=")
-    for kind in ("tokens", "text")
-]
-
-
 def test_every_sampled_token_has_the_log_prob_that_the_scorer_gives_it(model):
     with pool_of(model, "talk") as environments:
         episodes = drawn(model, environments, ROWS)
     for y, row in zip(episodes, ROWS, strict=True):
-        assert_log_probs(model, y, scored(model, model.params, ROWS, y))
-        assert model.tokenizer.decode(y.tokens).startswith(row["prompt"])
-        assert (np.diff(y.is_sampled.astype(int)) == 1).sum() == 3  # turns
+        assert_log_probs(model, y, scored(model, model.params, y))
+        # A request that continues no turn begins a path of its episode.
+        starts = ["7+5-3=", "1+1="][: 1 + (row["kind"] == "fork")]
+        texts = [model.tokenizer.decode(y.tokens[path]) for path in y.paths]
+        assert all(map(str.startswith, texts, starts)) and len(texts) == len(starts)
+        assert (np.diff(y.is_sampled.astype(int)) == 1).sum() == 3 * len(starts)  # turns
 
 
 def test_turns_after_a_weight_change_have_the_log_probs_of_the_new_weights(model):
@@ -124,7 +111,7 @@ def test_turns_after_a_weight_change_have_the_log_probs_of_the_new_weights(model
         swap = unstack_layers(other, model.config)
         (y,) = drawn(model, environments, ROWS[:1], swap=swap)
     assert (y.version_min, y.version_max) == (3, 4)
-    before, after = (scored(model, each, ROWS, y) for each in (model.params, other))
+    before, after = (scored(model, each, y) for each in (model.params, other))
     num_first = np.argmax(~y.is_sampled[np.argmax(y.is_sampled) :])
     versions = y.token_versions[y.is_sampled]
     assert set(versions[:num_first]) == {3} and set(versions[num_first:]) == {4}
@@ -132,20 +119,8 @@ def test_turns_after_a_weight_change_have_the_log_probs_of_the_new_weights(model
     assert np.abs(before - after).max() > 1e-3
 
 
-def test_a_request_that_continues_no_turn_begins_a_path_of_its_episode(model):
-    rows = ROWS[::2]
-    with pool_of(model, "fork") as environments:
-        episodes = drawn(model, environments, rows)
-    for y in episodes:
-        assert_log_probs(model, y, scored(model, model.params, rows, y))
-        starts = [model.tokenizer.decode(y.tokens[path]) for path in y.paths]
-        assert len(starts) == 2 and sum(y.path_lengths) == len(y.tokens)
-        assert starts[0].startswith(rows[y.request]["prompt"]) and starts[1].startswith("1+1=")
-
-
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-OTHER = {"role": "assistant", "content": "d"}
-NEXT = {"role": "user", "content": "c"}
+OTHER, NEXT = {"role": "assistant", "content": "d"}, {"role": "user", "content": "c"}
 
 
 @pytest.mark.parametrize(
@@ -162,38 +137,45 @@ def test_a_chat_continues_an_earlier_request_and_its_answer_only(messages, expec
     assert continues(messages, [USER, ANSWER]) is expected
 
 
-FAILURES = {
+# The first four have a worker each; the others share workers with an episode that fails.
+ENDS = {
     "hang": "environment_timeout",
     "crash": "environment_crash",
+    "idle": "environment_timeout",
+    "good": None,
     "error": "environment_error",
     "no turn": "environment_no_turn",
     "nonsense": "environment_request",
     "first token": "environment_first_token",
     "type": "environment_type",
-    "late": "environment_timeout",
-    "good": None,
     "three at once": None,
     "turns": None,
 }
 
 
 def test_each_failure_is_a_rejection_by_its_name_and_costs_no_other_episode(model, tmp_path, capfd):
-    file = tmp_path / "late"
-    rows = [{"prompt": "7+5-3=", "kind": kind, "file": str(file)} for kind in FAILURES]
+    file, found = tmp_path / "late", {}
+    rows = [{"prompt": "7+5-3=", "kind": kind, "file": str(file)} for kind in ENDS]
     with pool_of(model, "misbehave") as environments:
-        environments.timeout_s = 6.0
-        episodes = dict(zip(FAILURES, drawn(model, environments, rows, max_turns=3), strict=True))
-        assert {kind: y.verdict.reason for kind, y in episodes.items()} == FAILURES
-        y = episodes["turns"]
-        assert (y.finish, y.verdict.reward, y.is_sampled.sum()) == ("turns", 0.5, 3)
+        for some, environments.timeout_s in ((rows[4:], 30.0), (rows[:4], 6.0)):
+            episodes = drawn(model, environments, some, max_turns=3)
+            found |= zip([row["kind"] for row in some], episodes, strict=True)
+        assert {kind: found[kind].verdict.reason for kind in ENDS} == ENDS
+        y = found["turns"]
+        assert (y.finish, y.verdict.reward, y.is_sampled.sum()) == ("turns", 1.0, 3)
         assert refused(file.read_text(), "7+5-3=") == "episode_ended"  # after its deadline
-        lines = capfd.readouterr().err
-    assert all(f"rejected as {name}" in lines for name in filter(None, FAILURES.values()))
+    lines = capfd.readouterr().err
+    assert all(f"rejected as {name}" in lines for name in filter(None, ENDS.values()))
+
+
+def test_agents_that_are_no_coroutines_run_at_the_same_time_in_a_few_processes(model):
+    rows = [{"prompt": "7+5-3=", "kind": "meet"}] * 8  # each waits for the other of its process
+    with pool_of(model, "misbehave") as environments:
+        assert [y.verdict for y in drawn(model, environments, rows)] == [Score(1.0, None)] * 8
+        assert len(environments.workers.workers) == 4
 
 
 def test_a_client_that_disconnects_ends_its_episode_by_a_name(model):
-    body = {"prompt": "7+5"}
-
     async def never(*turn):
         await asyncio.sleep(60)
 
@@ -202,17 +184,16 @@ def test_a_client_that_disconnects_ends_its_episode_by_a_name(model):
         settings = sampling_settings(model.settings.search)
         attempt = Attempt(0, 0, prompt, np.zeros(2, np.uint32), settings, 0)
         ended = environments.start(attempt, never)
-        while not environments._agents:
+        while not environments.agents:
             time.sleep(0.01)
-        (agent,) = environments._agents.values()
-        request, waiting = (
-            environments.workers.run(agent.answer("completions", body)) for _ in range(2)
-        )
-        while agent._open is None:
+        (agent,) = environments.agents.values()
+        body, run = {"prompt": "7+5"}, environments.workers.run
+        request, waiting = (run(agent.answer("completions", body)) for _ in range(2))
+        while agent.request is None:
             time.sleep(0.01)
         assert not ended.done()
         request.cancel()
         assert ended.result().verdict.reason == "environment_disconnect"
-        with pytest.raises(ApiError, match="this episode has ended") as error:
+        with pytest.raises(ApiError, match="this episode has") as error:
             waiting.result()
         assert error.value.code == "episode_ended"

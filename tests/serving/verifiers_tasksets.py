@@ -4,8 +4,7 @@
     python verifiers_tasksets.py BASE_URL MODEL_FOLDER MODEL NUM_TASKS
 
 Its harness drops the history after the first of two turns, so every trace has two branches. Prints
-the branches of every trace with their tokens and log-probs, and the reward. Run by the interpreter
-of a venv that has `verifiers`.
+the rewards. Run by the interpreter of a venv that has `verifiers`.
 """
 
 import asyncio
@@ -61,14 +60,6 @@ for name, own in {"compacted": Compacted, "loop": Loop}.items():
     sys.modules[module.__name__] = module
 
 
-def row_of(branch):
-    return {
-        "ids": list(branch.token_ids),
-        "is_sampled": [int(x) for x in branch.sampled_mask],
-        "logprobs": list(branch.logprobs),
-    }
-
-
 async def main():
     config = vf.TrainClientConfig(
         base_url=URL,
@@ -85,8 +76,7 @@ async def main():
             episode = await env.run_slot(env.slots(task)[0], ctx)
             assert episode.ok, episode.errors or [trace.errors for trace in episode.traces]
             found += episode.traces
-    traces = [{"branches": [row_of(x) for x in y.branches], "reward": y.reward} for y in found]
-    print(json.dumps(traces))
+    print(json.dumps([trace.reward for trace in found]))
 
 
 asyncio.run(main())

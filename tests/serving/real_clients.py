@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Programs of users, each run by the interpreter of a venv that has the client.
+
+python real_clients.py openai|tools|openenv BASE_URL, or trl BASE_URL MODEL_FOLDER
+
+The last two print the tokens, marks of sampled tokens, and log-probs of what they received.
+"""
+
+import json
+import multiprocessing
+import queue
+import socket
+import sys
+import threading
+import urllib.request
+
+ASK = {"model": "start", "messages": [{"role": "user", "content": "7+5-3"}], "max_tokens": 12}
+
+
+def with_openai(url):
+    import openai
+
+    client = openai.OpenAI(base_url=url, api_key="secret", max_retries=2)
+    chats, completions = client.chat.completions, client.completions
+    assert [m.id for m in client.models.list()] == ["start"]
+    chat = chats.create(**ASK, seed=1, logprobs=True, top_logprobs=0)
+    choice = chat.choices[0]
+    assert choice.message.role == "assistant" and choice.finish_reason in ("stop", "length")
+    assert len(choice.logprobs.content) == chat.usage.completion_tokens
+    exact = chats.create(**ASK, seed=1, extra_body={"return_token_ids": True})
+    assert exact.choices[0].message.content == choice.message.content
+    assert len(exact.choices[0].model_extra["token_ids"]) == chat.usage.completion_tokens
+    assert len(exact.model_extra["prompt_token_ids"]) == chat.usage.prompt_tokens
+    chunks = list(chats.create(**ASK, seed=1, stream=True, stream_options={"include_usage": True}))
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == choice.message.content and chunks[-1].usage == chat.usage
+    plain = {"model": "start", "prompt": "7+5-3=", "max_tokens": 12, "seed": 2}
+    text = completions.create(**plain).choices[0].text
+    cut = completions.create(**plain, stop=[text[1]]).choices[0]
+    assert (cut.text, cut.finish_reason) == (text[:1], "stop")
+    for error, call in (
+        (openai.BadRequestError, lambda: chats.create(**ASK, temperature=-1)),
+        (openai.NotFoundError, lambda: completions.create(model="other", prompt="a")),
+        (openai.AuthenticationError, lambda: client.with_options(api_key="no").models.list()),
+    ):
+        try:
+            call()
+        except error as found:
+            assert found.body["message"]
+        else:
+            raise AssertionError(error)
+
+
+def with_tools(url):
+    import openai
+
+    chats = openai.OpenAI(base_url=url, api_key="secret").chat.completions
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    function = {"name": "add", "description": "Add numbers.", "parameters": schema}
+    ask = {**ASK, "tools": [{"type": "function", "function": function}]}
+    (choice,) = chats.create(**ask).choices
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls"
+    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 3})
+    answer = {"role": "tool", "tool_call_id": call.id, "content": "10"}
+    messages = [*ASK["messages"], choice.message.model_dump(exclude_none=True), answer]
+    chats.create(**{**ask, "messages": messages})
+    deltas = [chunk.choices[0] for chunk in chats.create(**ask, stream=True)]
+    (call,) = [x for d in deltas for x in d.delta.tool_calls or ()]
+    assert call.function.name == "add" and deltas[-1].finish_reason == "tool_calls"
+
+
+def with_openenv(url):
+    """OpenEnv's capture of an agent's calls."""
+    from openenv.core.harness.capture import CaptureServer, to_turn_records, validate_llm
+    from openenv.core.harness.capture.export import export_session
+
+    report = validate_llm(url, "start", api_key="secret", check_tools=False)
+    assert report.ok and report.trainable, (report.summary(), report.findings)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = CaptureServer(llm_url=url, model="start", port=port, api_key="secret")
+    server.start()
+    session = server.registry.create("episode")
+    messages = [*ASK["messages"]]
+    for _ in range(2):
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{port}/v1/chat/completions",
+            json.dumps({**ASK, "messages": messages, "max_tokens": 8}).encode(),
+            {"content-type": "application/json", "authorization": "Bearer episode"},
+        )
+        with urllib.request.urlopen(request, timeout=60) as response:
+            message = json.load(response)["choices"][0]["message"]
+        messages += [message, {"role": "user", "content": "1+1"}]
+    turns = to_turn_records(session.graph, export_session(session))
+    server.stop()
+    return [
+        (prompt + sampled, [0] * len(prompt) + [1] * len(sampled), [0.0] * len(prompt) + logprobs)
+        for prompt, sampled, logprobs in turns
+    ]
+
+
+def with_trl(url, folder):
+    """TRL's asynchronous rollout loop."""
+    from accelerate.state import PartialState
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl.experimental.async_grpo import async_rollout_worker as trl
+
+    PartialState()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    # TRL itself knows the templates of released models only.
+    tokenizer.response_template = {
+        "defaults": {"role": "assistant"},
+        "start_anchor": "=",
+        "fields": {"content": {"close_pattern": "<eos>", "content": "text"}},
+    }
+    prompts = [[{"role": "user", "content": text}] for text in ("7+5-3", "1-1+6")]
+    samples, failed = queue.Queue(), threading.Event()
+    loop = trl._AsyncRolloutLoop(
+        model_name="start",
+        dataset=Dataset.from_dict({"prompt": prompts}),
+        reward_funcs=[lambda completion_ids, **columns: [float(len(x)) for x in completion_ids]],
+        processing_class=tokenizer,
+        eos_token_ids=[tokenizer.eos_token_id],
+        rollout_buffer=samples,
+        model_version_value=multiprocessing.Value("i", 0),
+        heartbeat_value=multiprocessing.Value("d", 0.0),
+        failed_event=failed,
+        exception_info_queue=queue.Queue(),
+        metrics_queue=queue.Queue(),
+        num_generations=4,
+        max_inflight_tasks=8,
+        max_tokens=8,
+        vllm_server_url=url,
+    )
+    threading.Thread(target=loop.run, daemon=True).start()
+    found = [samples.get(timeout=100) for _ in range(8)]
+    loop._loop.call_soon_threadsafe(loop._stop_event.set)
+    assert not failed.is_set()
+    return [
+        (x.input_ids.tolist(), x.completion_mask.tolist(), x.old_log_probs.tolist()) for x in found
+    ]
+
+
+if __name__ == "__main__":
+    name, *arguments = sys.argv[1:]
+    print(json.dumps(globals()[f"with_{name}"](*arguments)))
