@@ -192,7 +192,7 @@ TEST_LIMITS = {
     ("planning",): 615,
     ("report", "commands"): 915,
     ("config",): 450,
-    ("serving",): 1302,
+    ("serving",): 1305,
     ("remote",): 770,
     ("run",): 1135,
     OTHERS: 2420,

@@ -2,6 +2,8 @@
 """The HTTP routes over a real decode session: exact tokens, streams, refusals, lost clients."""
 
 import concurrent.futures
+import contextlib
+import copy
 import json
 import socket
 import time
@@ -14,7 +16,7 @@ from fake_models import START_MODEL_LOGIT, logprob_bound
 from served_model import NUM_SLOTS, ServedModel, folder_with_template
 
 from tba_jax.decoding.requests import SamplingSettings
-from tba_jax.run.model_parts import START_MODEL
+from tba_jax.remote.http_server import HttpServer, bind
 
 GENERATE, TEXT, CHAT = "/inference/v1/generate", "/v1/completions", "/v1/chat/completions"
 PROMPT = [1, 28, 16, 26, 18, 24, 34]  # "7+5-3="
@@ -195,12 +197,13 @@ def test_a_client_that_vanishes_frees_its_slots(model):
     assert model.session.room == NUM_SLOTS and not model.queue._live
 
 
-def test_a_wrong_token_is_refused():
-    model = ServedModel(START_MODEL, token="secret")
-    with model.running():
-        assert model.ask("/v1/models")[0] == 401
-        body = {"prompt": "1", "max_tokens": 1}
-        assert model.ask(TEXT, body)[0] == 401
+def test_a_wrong_token_is_refused(model):
+    server = HttpServer(model.application("secret"), "http-server", bind("127.0.0.1", 0))
+    guarded, body = copy.copy(model), {"prompt": "1", "max_tokens": 1}
+    guarded.url = f"http://127.0.0.1:{server.port}"
+    with contextlib.closing(server):
+        assert guarded.ask("/v1/models")[0] == 401
+        assert guarded.ask(TEXT, body)[0] == 401
         # With a token, any content type may be sent.
         own = {"authorization": "Bearer secret", "content-type": "text/plain"}
-        assert model.ask(TEXT, body, own)[0] == 200
+        assert guarded.ask(TEXT, body, own)[0] == 200
