@@ -220,7 +220,8 @@ def delete_own(folder: epath.Path, run_id: str) -> None:
     """Delete the numbered folders that a run wrote; called before their `SavedSteps` is opened."""
     for path in _children(folder):
         if path.name.isdigit() and digests.run_of(path) == run_id:
-            path.rmtree()
+            doomed = path if is_address(path) else path.rename(f"{path}{_UNFINISHED}-old")
+            doomed.rmtree()  # after a kill here `SavedSteps` removes the rest
 
 
 def _children(folder: epath.Path) -> list[epath.Path]:

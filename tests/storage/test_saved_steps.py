@@ -74,6 +74,11 @@ def test_a_kill_leaves_no_half_of_an_old_folder(tmp_path, monkeypatch):
     assert names(tmp_path) == ["00.orbax-checkpoint-tmp", "4", "5"]
     saved(tmp_path)
     assert names(tmp_path) == ["4", "5"]
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", lambda path, **options: None)
+        delete_own(epath.Path(tmp_path), "f00d")
+    saved(tmp_path)
+    assert names(tmp_path) == []
 
 
 @pytest.mark.parametrize("size", [0, 1, 101])
