@@ -150,6 +150,8 @@ def placed(batch, shardings):
 
 
 def collectives(text):
-    """(operation, shape of its result) of a compiled program, in order."""
-    found = re.findall(r"= (\w+\[[\d,]*\])\S* (all-gather|all-to-all|all-reduce)\(", text)
-    return [(op, tuple(int(n) for n in re.findall(r"\d+", x.split("[")[1]))) for x, op in found]
+    """(operation, shape of a result) of a compiled program, in order; loops are counted once."""
+    names = "all-gather|all-to-all|all-reduce|collective-permute|reduce-scatter"
+    found = re.findall(rf"= (.*?) ({names})(?:-start)?\(", text)
+    shapes = [(op, shape) for x, op in found for shape in re.findall(r"\w\[([\d,]*)\]", x)]
+    return [(op, tuple(int(n) for n in x.split(",") if n)) for op, x in shapes]

@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Make the golden files of test_families.py and test_hf_weights.py with transformers and torch.
+"""Make the golden files of tests/models with transformers and torch.
 
     pip install torch==2.13.0 transformers==5.23.0 safetensors
     python tests/golden/make_golden.py [folder of stories260k]
 
 For each model of `MODELS`, of random weights: its folder, and NAME.npz with the logits of two rows,
-alone and padded on either side, and 64 greedy tokens (classifiers: the scores). For stories260k:
-its greedy text. The tests need neither torch nor this script; tests/models/test_parity.py, which
-has torch, makes its models here too.
+alone and padded on either side, and 64 greedy tokens (classifiers: the scores). For each encoder of
+`ENCODERS`: hidden states and answers for four rows. For stories260k: its greedy text. Of the tests,
+only test_parity needs torch and this script.
 
 Greedy tokens can only be compared where no two logits tie: `random_model` spreads the weights
 (fresh models are nearly uniform), and a seed is passed over when its two best logits come closer
@@ -179,13 +179,27 @@ MODELS = {
     "gpt_neox_reward": _neox(num_labels=1, architectures=["GPTNeoXForSequenceClassification"]),
     "gpt2_classifier": _gpt2(num_labels=3, architectures=["GPT2ForSequenceClassification"]),
 }
+_ENCODER = {name: _COMMON[name] for name in list(_COMMON)[:5]} | {"max_position_embeddings": 24}
+ENCODERS = {
+    "roberta": transformers.RobertaConfig(
+        **_ENCODER,
+        type_vocab_size=1,
+        layer_norm_eps=1e-5,
+        id2label={0: "nothate", 1: "hate", 2: "unsure"},
+        architectures=["RobertaForSequenceClassification"],
+    ),
+    "roberta_bert": transformers.BertConfig(**_ENCODER, architectures=["BertModel"]),
+}
+ENCODER_LENGTHS = (12, 5, 8, 1)
 
 
 def model_class(config):
-    """The transformers class of a config: a language model unless it names a classifier."""
-    if config.architectures:
+    """The transformers class of a config: a language model unless it names another."""
+    if not config.architectures:
+        return transformers.AutoModelForCausalLM
+    if config.architectures[0].endswith("ForSequenceClassification"):
         return transformers.AutoModelForSequenceClassification
-    return transformers.AutoModelForCausalLM
+    return transformers.AutoModel
 
 
 @torch.no_grad()
@@ -224,6 +238,26 @@ def outputs(model: torch.nn.Module, rows: np.ndarray) -> dict[str, np.ndarray]:
 
 
 @torch.no_grad()
+def encoder_outputs(model: torch.nn.Module) -> dict[str, np.ndarray]:
+    """Right-padded tokens and mask; their hidden states; logits, or embeddings of sentences."""
+    rng, pad = np.random.default_rng(0), model.config.pad_token_id
+    tokens = np.full((len(ENCODER_LENGTHS), max(ENCODER_LENGTHS)), pad, np.int32)
+    mask = np.arange(tokens.shape[1]) < np.array(ENCODER_LENGTHS)[:, None]
+    for row, n in enumerate(ENCODER_LENGTHS):
+        tokens[row, :n] = rng.integers(3, model.config.vocab_size, n)
+    tokens[0, 4] = pad  # a padding token in a text
+    inputs = {"input_ids": torch.tensor(tokens).long(), "attention_mask": torch.tensor(mask).long()}
+    found = {"tokens": tokens, "mask": mask}
+    if hasattr(model, "classifier"):
+        hidden = model.roberta(**inputs).last_hidden_state
+        return found | {"hidden": hidden.numpy(), "logits": model(**inputs).logits.numpy()}
+    hidden = model(**inputs).last_hidden_state
+    weight = inputs["attention_mask"][..., None].float()
+    unit = torch.nn.functional.normalize((hidden * weight).sum(1) / weight.sum(1), dim=1)
+    return found | {"hidden": hidden.numpy(), "embeddings": unit.numpy()}
+
+
+@torch.no_grad()
 def greedy(
     model: torch.nn.Module, tokens: torch.Tensor, num_tokens: int
 ) -> tuple[np.ndarray, float]:
@@ -246,9 +280,7 @@ def amplified(model: torch.nn.Module, rows: np.ndarray, logits: np.ndarray) -> f
     return np.abs(other(torch.tensor(rows)).logits.numpy() - logits).max() / np.abs(logits).max()
 
 
-def model_and_outputs(
-    config, num_greedy: int = NUM_GREEDY
-) -> tuple[torch.nn.Module, dict[str, np.ndarray]]:
+def model_and_outputs(config) -> tuple[torch.nn.Module, dict[str, np.ndarray]]:
     """A model of the first seed that serves, and everything the tests compare."""
     for seed in range(100):
         model = random_model(config, seed)
@@ -259,12 +291,8 @@ def model_and_outputs(
                 continue
         if config.architectures:
             return model, found
-        found["greedy"], lead = greedy(model, torch.tensor(rows), num_greedy)
-        # More tokens have more close calls.
-        if (
-            lead > MARGIN * NUM_GREEDY / num_greedy
-            and len(np.unique(found["greedy"])) >= MIN_DISTINCT
-        ):
+        found["greedy"], lead = greedy(model, torch.tensor(rows), NUM_GREEDY)
+        if lead > MARGIN and len(np.unique(found["greedy"])) >= MIN_DISTINCT:
             return model, found
     raise RuntimeError(f"every seed has two logits within {MARGIN} or repeats itself")
 
@@ -272,8 +300,11 @@ def model_and_outputs(
 @torch.no_grad()
 def main() -> None:
     """Write the golden files beside this script."""
-    for name, config in MODELS.items():
-        model, found = model_and_outputs(config)
+    for name, config in (MODELS | ENCODERS).items():
+        if name in ENCODERS:
+            found = encoder_outputs(model := random_model(config, 0))
+        else:
+            model, found = model_and_outputs(config)
         folder = HERE / name
         shutil.rmtree(folder, ignore_errors=True)
         model.save_pretrained(folder)

@@ -20,8 +20,8 @@ from tba_jax.rewards.reward_models import RewardModel
 from tba_jax.rewards.scores import Completions
 
 GOLDEN = Path(__file__).parents[1] / "golden"
-# A golden classifier with one label, by tests/golden/make_golden.py; other families are compared
-# live in tests/models/test_parity.py.
+# A golden classifier with one label, by tests/golden/make_golden.py; those of other families are
+# compared in tests/models/test_families.py.
 NAME = "gpt_neox_reward"
 # float32, two implementations: 4e-6 of the largest score, which is near 1
 # (tests/models/test_families).
