@@ -5,11 +5,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fake_models import tiny_config
-from hf_settings import hf_config
 
 from tba_jax.models import attention, delta
-from tba_jax.models.hf import families
 from tba_jax.models.kv_cache import State
 
 # Key heads, value heads of each, sizes of keys and values, tokens of the convolution.
@@ -122,13 +119,3 @@ def test_packed_sequences_do_not_see_one_another_and_share_their_prompt(is_share
     slope = (total(x.qkv + 1e-2 * change) - total(x.qkv - 1e-2 * change)) / 2e-2
     gradient = jax.grad(total)(x.qkv)
     np.testing.assert_allclose(np.vdot(gradient, change), slope, rtol=1e-2)
-
-
-def test_the_interval_of_full_layers_and_a_multimodal_config_are_read():
-    config = tiny_config(family="qwen3_5_text", num_layers=8, pattern=("delta",) * 3 + ("full",))
-    written = hf_config(config)
-    del written["layer_types"]
-    outer = {"model_type": "qwen3_5", "text_config": written}
-    assert families.transformer_config(families.language_model(outer)) == config
-    every_second = families.transformer_config(written | {"full_attention_interval": 2})
-    assert every_second.pattern == ("delta", "full")

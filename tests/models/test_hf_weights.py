@@ -1,84 +1,46 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Hugging Face folders in and out; that models equal transformers' own is in test_families."""
+"""Hugging Face folders in and out; that models equal transformers' own is in test_families.
+
+Contract: weights are read whole or sharded, from one file or several, in every layout and dtype
+that the hub has, bit for bit; a damaged, foreign or incomplete file is one error that names it.
+"""
 
 import json
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from fake_models import assert_equal, load_folder, make_folder, shardings_of
+from fake_models import (
+    assert_equal,
+    load_folder,
+    make_folder,
+    shardings_of,
+    tiny_config,
+)
 from hf_settings import hf_config
 from jax.sharding import Mesh
 from safetensors.numpy import load_file, save_file
 
 from tba_jax.models.hf import families, folders, hf_weights
 
-GOLDEN = Path(__file__).parents[1] / "golden"
-GOLDEN_MODELS = [
-    path.parent.name
-    for path in sorted(GOLDEN.glob("*/config.json"))
-    if json.loads(path.read_text())["model_type"] in families.FAMILIES
-]
-STORIES = Path(__file__).parents[2] / ".." / "shared" / "models" / "stories260k"
-
-
-@pytest.mark.parametrize("name", GOLDEN_MODELS)
-def test_load_then_save_reproduces_the_files_of_transformers(tmp_path, name):
-    config, params, hf_config = load_folder(GOLDEN / name)
-    hf_weights.save(tmp_path, config, params, hf_config)
-    ours, theirs = (load_file(f / "model.safetensors") for f in (tmp_path, GOLDEN / name))
-    assert ours.keys() == theirs.keys()
-    for tensor in theirs:
-        np.testing.assert_array_equal(ours[tensor], theirs[tensor])
-    written = json.loads((tmp_path / "config.json").read_text())
-    assert written == json.loads((GOLDEN / name / "config.json").read_text())
-
-
-def split_folder(path):
-    """Divide the one file of a folder in two; the index as a dict."""
-    whole = load_file(path / "model.safetensors")
-    (path / "model.safetensors").unlink()
-    weight_map = {}
-    for i, names in enumerate((sorted(whole)[::2], sorted(whole)[1::2])):
-        save_file({n: whole[n] for n in names}, path / f"model-{i}.safetensors")
-        weight_map |= dict.fromkeys(names, f"model-{i}.safetensors")
-    write_index(path, weight_map)
-    return weight_map
-
-
-def write_index(path, weight_map):
-    index = path / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": weight_map}))
-
 
 def test_several_files_are_read_by_their_index(tmp_path):
     _, params = make_folder(tmp_path)
-    weight_map = split_folder(tmp_path)
+    whole, index = load_file(tmp_path / "model.safetensors"), {}
+    (tmp_path / "model.safetensors").unlink()
+    for i, names in enumerate((sorted(whole)[::2], sorted(whole)[1::2])):
+        save_file({n: whole[n] for n in names}, tmp_path / f"model-{i}.safetensors")
+        index |= dict.fromkeys(names, f"model-{i}.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     assert_equal(load_folder(tmp_path)[1], params)
     # A tensor that the index forgets lies in its file all the same.
-    del weight_map["model.norm.weight"]
-    write_index(tmp_path, weight_map)
+    del index["model.norm.weight"]
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
     assert_equal(load_folder(tmp_path)[1], params)
     (tmp_path / "model-1.safetensors").unlink()
     with pytest.raises(ValueError, match=r"no model-1\.safetensors there"):
-        load_folder(tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (b"\xff\xfe\x00", "not valid JSON"),
-        (b"[]", "no JSON object"),
-        (b'{"weight_map": 3}', "wanted a weight_map"),
-    ],
-)
-def test_an_index_that_is_none_is_refused(tmp_path, text, message):
-    make_folder(tmp_path)
-    (tmp_path / "model.safetensors.index.json").write_bytes(text)
-    with pytest.raises(ValueError, match=rf"model\.safetensors\.index\.json: .*{message}"):
         load_folder(tmp_path)
 
 
@@ -94,20 +56,8 @@ def test_all_disagreements_are_named_in_one_error(tmp_path):
     message = str(caught.value)
     assert "missing: model.layers.1.mlp.up_proj.weight, model.norm.weight" in message
     assert "unexpected: model.layers.0.self_attn.q_norm.weight" in message
-    assert (
-        "other values: model.embed_tokens.weight (got F32 [24, 16], wanted floats [23, 16])"
-        in message
-    )
-
-
-def test_names_without_the_prefix_are_found(tmp_path):
-    _, params = make_folder(tmp_path, family="gpt2")
-    tensors = load_file(tmp_path / "model.safetensors")
-    bare = {name.removeprefix("transformer."): x for name, x in tensors.items()}
-    assert bare.keys().isdisjoint(tensors)
-    bare["h.0.attn.bias"] = np.ones((1, 1, 4, 4), np.float32)  # a mask, in files of old
-    save_file(bare, tmp_path / "model.safetensors")
-    assert_equal(load_folder(tmp_path)[1], params)
+    other = "model.embed_tokens.weight (got F32 [24, 16], wanted floats [23, 16])"
+    assert f"other values: {other}" in message
 
 
 @pytest.mark.parametrize("target", [jnp.float32, jnp.bfloat16, jnp.float16])
@@ -156,48 +106,35 @@ def test_quantised_tensors_are_refused_by_name(tmp_path):
             load_folder(tmp_path)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        lambda data: data[:-10],
-        lambda data: data.replace(b"[23,16]", b"[23,17]", 1),
-    ],
-    ids=["end", "shape"],
-)
-def test_damaged_weights_are_named(tmp_path, damage):
-    make_folder(tmp_path)
-    file = tmp_path / "model.safetensors"
-    data = file.read_bytes()
-    assert damage(data) != data
-    file.write_bytes(damage(data))
-    with pytest.raises(ValueError, match=r"model\.safetensors: not a complete safetensors file"):
-        load_folder(tmp_path)
+_FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"
+DAMAGES = [
+    (_FILE, lambda data: data[:-10], r"model\.safetensors: not a complete safetensors"),
+    (_FILE, lambda data: data.replace(b"[23,16]", b"[23,17]", 1), "not a complete safetensors"),
+    (_FILE, None, r"no model\.safetensors there.*pickled weights are not read"),
+    (_INDEX, lambda _: b"\xff\xfe\x00", r"index\.json: .*not valid JSON"),
+    (_INDEX, lambda _: b"[]", r"index\.json: .*no JSON object"),
+    (_INDEX, lambda _: b'{"weight_map": 3}', r"index\.json: .*wanted a weight_map"),
+    ("config.json", lambda _: b"{", r"config\.json: not valid JSON"),
+    ("config.json", lambda _: b"[]", r"config\.json: holds no JSON object"),
+    ("config.json", None, r"no config\.json there"),
+]
 
 
-def test_pickled_weights_are_refused(tmp_path):
-    make_folder(tmp_path)
-    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
-    with pytest.raises(
-        ValueError, match=r"no model\.safetensors there.*pickled weights are not read"
-    ):
-        load_folder(tmp_path)
-
-
-def test_paths_that_hold_no_model_are_named(tmp_path):
+def test_folders_that_hold_no_model_are_one_error_that_names_the_file(tmp_path):
     with pytest.raises(ValueError, match="nowhere' is not a folder"):
         load_folder(tmp_path / "nowhere")
-    with pytest.raises(ValueError, match=r"no config\.json there"):
-        load_folder(tmp_path)
     make_folder(tmp_path)
-    (tmp_path / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"no model\.safetensors there"):
-        load_folder(tmp_path)
-    (tmp_path / "config.json").write_text("{")
-    with pytest.raises(ValueError, match=r"config\.json: not valid JSON"):
-        load_folder(tmp_path)
-    (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"config\.json: holds no JSON object"):
-        load_folder(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"pickled")
+    for name, change, message in DAMAGES:
+        file = tmp_path / name
+        data = file.read_bytes() if file.exists() else b""
+        file.unlink(missing_ok=True)
+        if change:
+            assert change(data) != data
+            file.write_bytes(change(data))
+        with pytest.raises(ValueError, match=message):
+            load_folder(tmp_path)
+        file.write_bytes(data) if data else file.unlink()
 
 
 def test_a_hub_id_that_cannot_be_fetched_is_one_clear_error(monkeypatch):
@@ -216,11 +153,8 @@ def test_tokenizer_files_are_copied(tmp_path):
     (tmp_path / "a" / "tokenizer.json").write_text('{"x": 1}')
     (tmp_path / "a" / "notes.txt").write_text("not copied")
     hf_weights.save(tmp_path / "b", config, params, hf_config(config), tmp_path / "a")
-    assert sorted(p.name for p in (tmp_path / "b").iterdir()) == [
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-    ]
+    names = sorted(p.name for p in (tmp_path / "b").iterdir())
+    assert names == ["config.json", "model.safetensors", "tokenizer.json"]
     assert (tmp_path / "b" / "tokenizer.json").read_text() == '{"x": 1}'
     assert (tmp_path / "b" / "model.safetensors").stat().st_mode & 0o044  # others may read it
 
@@ -242,35 +176,24 @@ def test_large_models_are_saved_as_several_files(tmp_path, monkeypatch):
     assert_equal(load_folder(tmp_path)[1], params)
 
 
-def test_sharded_parameters_are_written_as_others(tmp_path):
-    config, params = make_folder(tmp_path / "a")
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "fsdp"))
-    placed = jax.device_put(params, shardings_of(config, mesh, {"embed": "fsdp", "mlp": "data"}))
-    hf_weights.save(tmp_path / "b", config, placed, folders.load_config(tmp_path / "a"))
-    a, b = ((tmp_path / x / "model.safetensors").read_bytes() for x in "ab")
-    assert a == b
-
-
-@pytest.fixture
-def mesh():
-    return Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "fsdp"))
-
-
 @pytest.mark.parametrize(
     ("family", "rules"),
     [
-        ("llama", {"embed": "fsdp"}),  # replicated over data
         ("llama", {"layers": "data", "embed": "fsdp"}),
         ("gpt_neox", {"embed": "fsdp", "heads": "data", "mlp": "data", "kv_heads": "data"}),
     ],
 )
-def test_a_sharded_load_equals_the_plain_one(tmp_path, mesh, family, rules, monkeypatch):
+def test_sharded_parameters_are_read_and_written_as_others(tmp_path, family, rules, monkeypatch):
     monkeypatch.setattr(hf_weights, "_BLOCK_BYTES", 200)  # several blocks per tensor
-    config, params = make_folder(tmp_path, family=family)
+    config, params = make_folder(tmp_path / "a", family=family)
+    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "fsdp"))
     shardings = shardings_of(config, mesh, rules)
-    loaded = load_folder(tmp_path, shardings=shardings)[1]
+    _, loaded, settings = load_folder(tmp_path / "a", shardings=shardings)
     assert_equal(loaded, params)
-    jax.tree.map(lambda x, sharding: x.sharding == sharding or pytest.fail(), loaded, shardings)
+    assert jax.tree.map(lambda x: x.sharding, loaded) == shardings
+    hf_weights.save(tmp_path / "b", config, loaded, settings)
+    a, b = ((tmp_path / x / "model.safetensors").read_bytes() for x in "ab")
+    assert a == b
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -285,3 +208,90 @@ def test_a_tied_output_matrix_with_other_values_is_refused(tmp_path, name):
     save_file({**tensors, "lm_head.weight": tensors[embedding] + 1}, path)
     with pytest.raises(ValueError, match="tie_word_embeddings = true, but the output"):
         load_folder(tmp_path)
+
+
+def _fused(tensors):
+    """The tensors of a folder as transformers 5 has them in memory."""
+    out = {name: x for name, x in tensors.items() if ".experts." not in name}
+    for i in range(2):
+        start = f"model.layers.{i}.mlp.experts."
+
+        def stack(kind, start=start):
+            return np.stack([tensors[f"{start}{e}.{kind}_proj.weight"] for e in range(4)])
+
+        gate_up = np.concatenate([stack("gate"), stack("up")], axis=1)
+        out |= {f"{start}gate_up_proj": gate_up, f"{start}down_proj": stack("down")}
+    return out
+
+
+def test_fused_and_separate_expert_tensors_are_the_same_model(tmp_path):
+    _, params = make_folder(tmp_path, family="qwen3_moe")
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    assert tensors["model.layers.1.mlp.experts.3.gate_proj.weight"].shape == (20, 16)
+    assert_equal(load_folder(tmp_path)[1], params)
+    save_file(_fused(tensors), file, {"format": "pt"})
+    assert_equal(load_folder(tmp_path)[1], params)
+
+
+def test_four_bit_experts_are_read_exactly(tmp_path):
+    """Two values per byte, the low half first; a scale 2^(byte - 127) for 32 values."""
+    sizes = {"family": "gpt_oss", "hidden_size": 32, "mlp_size": 32, "num_layers": 1}
+    _, params = make_folder(tmp_path, **sizes, pattern=("window",))
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    rng, wanted = np.random.default_rng(0), {}
+    for name, rows in (("gate_up_proj", 64), ("down_proj", 32)):
+        full = f"model.layers.0.mlp.experts.{name}"
+        del tensors[full]
+        blocks = rng.integers(0, 256, (4, rows, 1, 16)).astype(np.uint8)
+        scales = rng.integers(120, 130, (4, rows, 1)).astype(np.uint8)
+        tensors |= {f"{full}_blocks": blocks, f"{full}_scales": scales}
+        halves = np.stack([blocks % 16, blocks // 16], axis=-1).reshape(4, rows, 32)
+        wanted[name] = values[halves] * 2.0 ** (scales.astype(int) - 127)
+    save_file(tensors, file, {"format": "pt"})
+    written = json.loads((tmp_path / "config.json").read_text())
+    written["quantization_config"] = {"quant_method": "mxfp4"}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    found = load_folder(tmp_path)[1]["layers"]
+    gate_up = wanted["gate_up_proj"].swapaxes(1, 2)
+    np.testing.assert_array_equal(found["expert_gate"][0], gate_up[..., ::2])
+    np.testing.assert_array_equal(found["expert_up"][0], gate_up[..., 1::2])
+    np.testing.assert_array_equal(found["expert_down"][0], wanted["down_proj"].swapaxes(1, 2))
+    np.testing.assert_array_equal(found["q"], params["layers"]["q"])
+
+
+def test_the_language_model_of_a_multimodal_folder_is_read(tmp_path):
+    _, params = make_folder(tmp_path, family="gemma3_text")
+    file = tmp_path / "model.safetensors"
+    tensors = {f"language_model.{name}": x for name, x in load_file(file).items()}
+    save_file(tensors | {"vision_tower.x": np.zeros(3, np.float32)}, file, {"format": "pt"})
+    inner = json.loads((tmp_path / "config.json").read_text())
+    outer = {"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}
+    (tmp_path / "config.json").write_text(json.dumps(outer | {"text_config": inner}))
+    config, found, settings = load_folder(tmp_path)
+    assert config == families.transformer_config(inner)
+    assert settings["model_type"] == "gemma3_text"  # what an export is
+    assert_equal(found, params)
+
+
+def test_names_in_files_become_those_that_are_written():
+    for family, name, written in (
+        ("llama", "model.norm.weight", "model.norm.weight"),
+        ("llama", "score.weight", "score.weight"),
+        # Files of the trunk alone, of a head with two names, and of multimodal models.
+        ("gpt2", "h.0.ln_1.bias", "transformer.h.0.ln_1.bias"),
+        ("gpt_neox", "lm_head.weight", "embed_out.weight"),
+        ("gemma3_text", "language_model.model.norm.weight", "model.norm.weight"),
+        ("gemma3_text", "model.language_model.norm.weight", "model.norm.weight"),
+        # Tensors without use.
+        ("llama", "model.layers.0.self_attn.rotary_emb.inv_freq", None),
+        ("gpt_neox", "gpt_neox.layers.5.attention.bias", None),
+        ("gpt_neox", "gpt_neox.layers.5.attention.masked_bias", None),
+        ("gpt2", "h.0.attn.bias", None),
+        ("gemma3_text", "model.vision_tower.x", None),
+        ("qwen3_5_text", "mtp.x", None),
+        ("llama", "model.layers.0.attention.dense.bias", "model.layers.0.attention.dense.bias"),
+    ):
+        assert families.written_name(name, tiny_config(family=family)) == written, name

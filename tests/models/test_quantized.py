@@ -9,10 +9,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fake_models import STORIES, logits_of, random_params, tiny_config
+from fake_models import (
+    KINDS,
+    STORIES,
+    assert_equal,
+    logits,
+    logits_of,
+    logprobs_of,
+    random_params,
+    tiny_config,
+    tiny_decoder,
+)
 from jax.sharding import Mesh, PartitionSpec
 
-from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.decoding.shardings import weight_shardings
 from tba_jax.devices.site import Site, any_device
@@ -24,28 +33,34 @@ from tba_jax.weights.memory import Weights
 from tba_jax.weights.publication import make_publish_program
 
 CONFIG = tiny_config(num_heads=4, num_kv_heads=2, qkv_bias=True, mlp_size=24, vocab_size=64)
+PROMPTS = [np.array([3, 4, 5, 9], np.int32), np.array([7, 8], np.int32)]
 
 
 def apart(config=CONFIG):
     return unstack_layers(random_params(config), config)
 
 
-@pytest.mark.parametrize("family", ["qwen2", pytest.param("gpt2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", KINDS)
 def test_every_weight_is_within_half_a_step_of_its_channel(family):
-    exact = apart(tiny_config(family=family))
+    config = tiny_config(family=family)
+    exact = apart(config)
     layer = dict(exact["layers"][0])
-    layer["o"] = layer["o"].at[:, 1].set(0)  # a channel without weights
-    found = quantize({**exact, "layers": (layer,)}, "int8")["layers"][0]
-    assert found.keys() - layer.keys() == {scale_name(n) for n in MATRICES if n in layer}
-    for name in MATRICES:
-        if name not in layer:
-            continue
+    output = "delta_o" if "delta_o" in layer else "o"
+    layer[output] = layer[output].at[..., 1].set(0)  # a channel without weights
+    exact = {**exact, "layers": (layer, *exact["layers"][1:])}
+    rounded = quantize(exact, "int8")
+    found, names = rounded["layers"][0], [name for name in MATRICES if name in layer]
+    assert found.keys() - layer.keys() == {scale_name(n) for n in names}
+    for name in names:
         x, values = np.asarray(layer[name]), np.asarray(found[name], np.float32)
-        scale = np.asarray(found[scale_name(name)])
-        assert found[name].dtype.itemsize == 1 and scale.dtype == np.float32
+        scale = np.asarray(found[scale_name(name)])[..., None, :]
+        assert found[name].dtype == jnp.int8 and scale.dtype == np.float32
         assert (np.abs(values * scale - x) <= 0.5 * scale * (1 + 1e-5)).all(), name
     assert quantize(exact, "none") is exact
     assert found["attn_norm"] is layer["attn_norm"]
+    # All layers use their scales.
+    wanted = logits(exact, config)
+    assert 0 < np.abs(wanted - logits(rounded, config)).max() < 0.1 * np.abs(wanted).max()
 
 
 def total_variation(folder):
@@ -81,38 +96,22 @@ def decoded(num_devices):
         assert shardings["layers"][0]["up_scale"].spec == PartitionSpec("model")
         assert shardings["layers"][0]["o_scale"].spec == PartitionSpec(None)
         weights = jax.device_put(weights, shardings)
-    decoder = Decoder(
-        CONFIG,
-        compute_dtype=jnp.float32,
-        eos_ids=(0,),
-        pad_id=1,
-        prompt_tokens=6,
-        max_length=16,
-        chunk_steps=4,
-        site=site,
-    )
-    prompts = [np.array([3, 4, 5, 9], np.int32), np.array([7, 8], np.int32)]
-    settings = SamplingSettings(max_new_tokens=8)
-    key = jax.random.key(3)
-    found = fake_models.decode(decoder, weights, prompts, num_samples=2, key=key, settings=settings)
-    return prompts, found
+    decoder = tiny_decoder(CONFIG, eos_ids=(0,), max_length=16, site=site)
+    settings, key = SamplingSettings(max_new_tokens=8), jax.random.key(3)
+    options = {"num_samples": 2, "key": key, "settings": settings}
+    return fake_models.decode(decoder, weights, PROMPTS, **options)
 
 
 def test_behaviour_log_probs_are_those_of_the_quantised_policy():
-    prompts, found = decoded(1)
-    weights = quantize(apart(), "int8")
+    found, weights = decoded(1), quantize(apart(), "int8")
     for i, j in np.ndindex(found.lengths.shape):
         n = found.lengths[i, j]
-        row = np.concatenate([prompts[i], found.tokens[i, j, :n]])[None]
-        logits = logits_of(CONFIG, weights, row, np.ones(row.shape, bool))
-        logprobs = np.asarray(jax.nn.log_softmax(logits))[0, len(prompts[i]) - 1 : -1]
-        wanted = np.take_along_axis(logprobs, row[0, len(prompts[i]) :, None], axis=1)[:, 0]
+        wanted = logprobs_of(CONFIG, weights, PROMPTS[i], found.tokens[i, j, :n])
         np.testing.assert_allclose(found.token_logprobs[i, j, :n], wanted, rtol=0, atol=2e-5)
 
 
 def test_a_quantised_tensor_parallel_decoder_equals_one_device():
-    _, one = decoded(1)
-    _, two = decoded(2)
+    one, two = decoded(1), decoded(2)
     np.testing.assert_array_equal(one.tokens, two.tokens)
     np.testing.assert_allclose(one.token_logprobs, two.token_logprobs, rtol=0, atol=2e-5)
 
@@ -131,9 +130,5 @@ def test_a_publication_is_quantised_on_the_trainers_devices_and_delivered_so():
     latest = weights.latest(0)
     assert latest is not None and latest.version == 3
     narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), layout(params))
-    jax.tree.map(
-        lambda x, y: np.testing.assert_array_equal(np.asarray(x), np.asarray(y)),
-        latest.params,
-        quantize(narrow, "int8"),
-    )
+    assert_equal(*map(jax.device_get, (latest.params, quantize(narrow, "int8"))))
     assert jax.tree.map(lambda x: x.sharding, latest.params) == wanted
