@@ -4,22 +4,19 @@
 libtpu compiles them for absent chips.
 """
 
-import functools
 import importlib.util
-import os
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fake_models import random_params, tiny_config
-from jax.experimental import topologies
+from fake_models import random_params, tiny_config, tiny_decoder
 from jax.sharding import Mesh
 
-from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.decoding.shardings import abstract_weights
 from tba_jax.devices.site import Site
+from tba_jax.planning import chips
 from tba_jax.planning.estimates import shard_bytes
 from tba_jax.planning.programs import lower_decoder
 
@@ -41,28 +38,11 @@ NEEDS_LIBTPU = pytest.mark.skipif(
 )
 
 
-@functools.cache
-def tpus():
-    # No TPU is looked for, and none is taken from a process that has it.
-    os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    os.environ.setdefault("TPU_ACCELERATOR_TYPE", "v5litepod-4")
-    os.environ.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
-    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
-    return topologies.get_topology_desc(platform="tpu", topology_name="v5e:2x2").devices
-
-
 def lowered(devices, dtype):
     """A decoder, and {name: function that lowers the program} on a mesh of these devices."""
     mesh = Mesh(np.array(devices), ("model",))
-    decoder = Decoder(
-        CONFIG,
-        compute_dtype=dtype,
-        eos_ids=(0,),
-        pad_id=1,
-        prompt_tokens=128,
-        max_length=1016,
-        site=Site(mesh),
-    )
+    sizes = {"prompt_tokens": 128, "max_length": 1016, "chunk_steps": 8}
+    decoder = tiny_decoder(CONFIG, compute_dtype=dtype, site=Site(mesh), **sizes)
     weights = abstract_weights(CONFIG, dtype, mesh)
     return decoder, lower_decoder(decoder, weights, num_slots=16)
 
@@ -102,7 +82,9 @@ def test_a_session_runs_the_programs_that_were_lowered(monkeypatch):
     ],
 )
 def test_programs_compile_and_the_cache_is_donated_and_never_copied(platform, num_devices, names):
-    devices = tpus() if platform == "tpu" else jax.devices()
+    devices = jax.devices()
+    if platform == "tpu":
+        devices = chips.parse_topology("v5e:2x2").devices()
     dtype = jnp.dtype(jnp.bfloat16 if platform == "tpu" else jnp.float32)
     decoder, programs = lowered(devices[:num_devices], dtype)
     size = shard_bytes(decoder.abstract_cache(16))

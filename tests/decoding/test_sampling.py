@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The distribution that is drawn from, computed exactly, and the draws against it."""
+"""The distribution that is drawn from, found by its random words, and the draws against it."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tba_jax.decoding import sampling
+from tba_jax.decoding.keys import fold_in
 from tba_jax.decoding.sampling import random_bits, sample_tokens
 
 LARGE = 152064  # Qwen2.5's padded vocabulary
@@ -37,61 +37,43 @@ def softmax64(logits, temperature=1.0):
     return w / w.sum(-1, keepdims=True)
 
 
-# ---- the distribution, from the integer masses
-
-
-@jax.jit
-def levels(logits):
-    """Integer masses of the blocks [n] and of the entries of each block [n e], as drawn from."""
-    size = sampling._block_size(logits.shape[0])
-    weights = jnp.exp(logits - jnp.max(logits)).reshape(-1, size)
-    sums = sampling._of_blocks(weights, jnp.sum)
-    return sampling._fixed_point(sums[None])[0], sampling._fixed_point(weights)
-
-
-def word_share(masses):
-    """Share of the 2^32 words that `_invert` gives to each index, by integer arithmetic."""
-    total = masses.astype(np.int64).sum(-1, keepdims=True)
-    ends = np.cumsum(masses.astype(np.int64), axis=-1)
-    # floor(word * total / 2^32) < end  <=>  word < ceil(end * 2^32 / total); end < 2^31, so that
-    # the product stays below 2^63.
-    words_below = -(-(ends << 32) // np.maximum(total, 1))
-    return np.diff(words_below, axis=-1, prepend=0) / 2.0**32
-
-
-def implied(logits):
-    """Probability [v] of each token over all pairs of random words."""
-    block, entry = (np.asarray(a) for a in levels(jnp.asarray(logits)))
-    return (word_share(block)[:, None] * word_share(entry)).ravel()
-
-
-def shape(name, v=LARGE):
-    x = np.random.default_rng(1).normal(size=v)
-    if name == "normal 3":
-        x *= 3
-    elif name == "zipf, sorted":
-        x = -1.1 * np.log(np.arange(1, v + 1))
-    else:
+def shape(name):
+    x = np.random.default_rng(1).normal(size=LARGE)
+    if name == "one dominant":
         x[12345] = 26.0
-    return x.astype(np.float32)
+    shapes = {"normal 3": 3 * x, "zipf, sorted": -1.1 * np.log(np.arange(1, LARGE + 1))}
+    return shapes.get(name, x).astype(np.float32)
 
 
 @pytest.mark.parametrize("name", ["normal 3", "zipf, sorted", "one dominant"])
-def test_the_drawn_distribution_is_the_softmax(name):
-    """Exact over all pairs of words, given the masses; about 7e-8 of total variation is rounding.
+def test_the_words_that_draw_a_token_are_its_share_of_the_softmax(name):
+    """Bisects the first words that draw a token's block, then the second words of the token."""
+    n, logits, most = 16, shape(name), 2**32 - 1
+    p = softmax64(logits)
+    rows, rng = jnp.broadcast_to(jnp.asarray(logits), (n, LARGE)), np.random.default_rng(3)
+    tokens = rng.choice(LARGE, n, p=p)
 
-    Out of reach although p > 1e-12: none for zipf; 2 and 372 tokens of 152,064 for normal 3 and
-    the dominant token, 5e-9 of the mass in all.
-    """
-    logits = shape(name)
-    q, p = implied(logits), softmax64(logits)
-    assert q.sum() == pytest.approx(1, abs=1e-12)  # float64 sums
-    assert np.abs(p - q).sum() / 2 < 1e-6  # the contract
-    lost = (q == 0) & (p > 1e-12)
-    # Half a unit of 2^-31, of the whole or of a block; twice that for the float32 shares.
-    assert p[lost].max(initial=0) < 5e-10
-    assert p[lost].sum() < 1e-8
-    assert lost.sum() <= {"normal 3": 10, "one dominant": 500}.get(name, 0)
+    def first(pair, is_reached):
+        """The smallest word with which the draw of pair(word) is reached, 2^32 if there is none."""
+        low, high = np.zeros(n, np.uint64), np.full(n, 2**32, np.uint64)
+        while (is_open := low < high).any():
+            word = (low + high) // 2
+            bits = np.stack(np.broadcast_arrays(*pair(word)), axis=-1).astype(np.uint32)
+            reached = is_reached(np.asarray(draw(rows, jnp.asarray(bits), settings(n))[0]))
+            high = np.where(is_open & reached, word, high)
+            low = np.where(is_open & ~reached, word + 1, low)
+        return low.astype(float)
+
+    # The last token of a block, then the first one of the next block.
+    block = first(lambda word: (word, most), lambda drawn: drawn >= tokens)
+    blocks = first(lambda word: (word, 0), lambda drawn: drawn > tokens) - block
+    within = [
+        first(lambda word: (block, word), is_reached)
+        for is_reached in (lambda drawn: drawn >= tokens, lambda drawn: drawn > tokens)
+    ]
+    found = blocks * (within[1] - within[0]) / 2.0**64
+    # Float32 exponentials and sums; shares of a level are rounded to 2^-31.
+    np.testing.assert_allclose(found, p[tokens], rtol=1e-5)
 
 
 @pytest.mark.parametrize("v", [23, 50257])
@@ -139,25 +121,6 @@ def test_draws_from_a_few_tokens_follow_the_tempered_softmax():
     np.testing.assert_allclose(logprobs, np.log(p[np.asarray(tokens)]), atol=1e-6)
 
 
-# ---- integers
-
-
-def test_inversion_at_the_edges_of_every_interval():
-    """First and last word of each index, by big integers; the massless ones are skipped."""
-    masses = np.array([0, 5, 0, 1, 2**30, 0, 12345, 2**29 + 7, 0])
-    total, ends = int(masses.sum()), np.cumsum(masses)
-    edge = [-(-(int(e) << 32) // total) for e in [0, *ends]]
-    owners = np.flatnonzero(masses)
-    word = [edge[i] for i in owners] + [edge[i + 1] - 1 for i in owners]
-    assert word[0] == 0 and word[-1] == 2**32 - 1
-    rows = jnp.broadcast_to(jnp.asarray(masses, jnp.int32), (len(word), len(masses)))
-    index = sampling._invert(rows, jnp.asarray(np.array(word, np.uint32)))
-    np.testing.assert_array_equal(index, [*owners, *owners])
-
-
-# ---- greedy
-
-
 def test_greedy_is_the_first_of_the_largest():
     logits = np.random.default_rng(0).normal(size=(40, 37)).astype(np.float32)
     for row, last in enumerate(range(37)):  # ties, within a block and across blocks
@@ -175,9 +138,6 @@ def test_mixed_rows_are_each_what_they_are_alone(top_p, top_k):
     alone = draw(logits, words(40), settings(40, 0.8, top_p, top_k))
     for got, sampled, greedy in zip(mixed, alone, (logits.argmax(-1), np.zeros(40)), strict=True):
         np.testing.assert_array_equal(got, np.where(temperature > 0, sampled, greedy))
-
-
-# ---- top-k and top-p
 
 
 def kept_by_sorting(logits, temperature, top_p, top_k):
@@ -224,31 +184,30 @@ def test_a_truncated_draw_is_the_plain_draw_of_the_kept_tokens():
     np.testing.assert_allclose(got[1], want[1], atol=1e-6)  # one ulp of log-probs below 8
 
 
-@pytest.mark.parametrize(
-    ("top_p", "top_k", "num_kept"),
-    [
-        (1.0, 1, 1),
-        (1.0, 2, 4),  # three tie for the second place
-        (0.0, 0, 1),  # the most probable token always stays
-        (0.39, 0, 1),
-        (0.41, 0, 4),
-        (0.59, 5, 4),  # of the five, renormalised to 0.412 and thrice 0.155, and 0.124
-        (0.87, 5, 4),
-        (0.88, 5, 5),
-        (1.0, 0, 6),
-    ],
-)
-def test_ties_and_limits(top_p, top_k, num_kept):
+def test_ties_and_limits():
     p = np.array([0.15, 0.40, 0.15, 0.0, 0.12, 0.15, 0.03])
+    cases = np.array(
+        [  # top_p, top_k, number of kept tokens
+            (1.0, 1, 1),
+            (1.0, 2, 4),  # three tie for the second place
+            (0.0, 0, 1),  # the most probable token always stays
+            (0.39, 0, 1),
+            (0.41, 0, 4),
+            (0.59, 5, 4),  # of the five, renormalised to 0.412 and thrice 0.155, and 0.124
+            (0.87, 5, 4),
+            (0.88, 5, 5),
+            (1.0, 0, 6),
+        ]
+    )
+    n = len(cases)
     with np.errstate(divide="ignore"):
-        logits = jnp.asarray(np.log(p)[None], jnp.float32)
-    _, logprob = draw(logits, jnp.zeros((1, 2), jnp.uint32), settings(1, 1, top_p, top_k))
-    kept = np.sort(p)[::-1][:num_kept]
-    first = 1 if num_kept == 1 else 0  # word 0 draws the first token kept
-    np.testing.assert_allclose(logprob[0], np.log(p[first] / kept.sum()), atol=1e-6)
-
-
-# ---- random words
+        logits = jnp.asarray(np.tile(np.log(p), (n, 1)), jnp.float32)
+    rows = settings(n, 1, cases[:, 0], cases[:, 1])
+    _, logprobs = draw(logits, jnp.zeros((n, 2), jnp.uint32), rows)
+    for got, num_kept in zip(logprobs, cases[:, 2].astype(int), strict=True):
+        first = 1 if num_kept == 1 else 0  # word 0 draws the first token kept
+        kept = np.sort(p)[::-1][:num_kept]
+        np.testing.assert_allclose(got, np.log(p[first] / kept.sum()), atol=1e-6)
 
 
 def test_words_belong_to_row_and_step():
@@ -264,14 +223,12 @@ def test_words_belong_to_row_and_step():
     np.testing.assert_array_equal(alone[:, 0], bits[:, 0])
 
 
-# ---- cost
-
-
-def test_a_plain_draw_stores_nothing_of_the_size_of_the_logits():
-    b, v = 8, 32000
-    blocks = jnp.zeros((b, v // 128, 128))
-    plain = jax.jit(lambda x, bits: sampling._draw(x, jnp.exp, bits))
-    memory = plain.lower(blocks, words(b)).compile().memory_analysis()
-    assert memory is not None
-    # Block sums and the entries of one block; the weights alone would be 4 b v.
-    assert memory.temp_size_in_bytes < 4 * b * v / 8
+@pytest.mark.parametrize("seed", [0, 7, 2**31 + 5, 2**32 - 1])
+def test_keys_folded_on_the_host_are_those_of_jax_to_the_last_bit(seed):
+    key = jax.random.key(seed)
+    numbers = np.array([0, 1, 2, 15, 255, 2**20 + 3, 2**31, 2**32 - 1], np.uint32)
+    expected = [jax.random.key_data(jax.random.fold_in(key, n)) for n in numbers]
+    for given in (key, np.asarray(jax.random.key_data(key))):
+        got = fold_in(given, numbers)
+        assert got.dtype == np.uint32
+        np.testing.assert_array_equal(got, expected)

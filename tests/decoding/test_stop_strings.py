@@ -14,6 +14,7 @@ from tba_jax.config.rules import validate
 from tba_jax.config.schema import make_config
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.decoding.stop_strings import StopStrings
+from tba_jax.models import model as models
 from tba_jax.run.model_parts import START_MODEL, make_decoder
 from tba_jax.settings import ConfigError
 
@@ -31,13 +32,11 @@ def first_end(tokens, strings, text_of):
     return next((n for n in ends if any(s in text_of(tokens[:n]) for s in strings)), 0)
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 40])
 @pytest.mark.parametrize("strings", [("ab",), ("\n\n", "a-b-c"), ("é", "€b"), ("€€€€€", "c")])
-def test_the_end_is_that_of_reading_the_text_after_every_token(chunk, strings):
-    rng = np.random.default_rng(0)
+def test_the_end_is_that_of_reading_the_text_after_every_token(strings):
+    rng, found = np.random.default_rng(0), 0
     pieces = [*"ab-\n", "\n\n", "ab", "a-b", "é", "€", "€€"]
-    found = 0
-    for _ in range(100):
+    for chunk in [1, 7, 40] * 40:
         text = "x" * int(rng.integers(0, 120)) + "".join(rng.choice(pieces, 30))
         tokens = np.frombuffer(text.encode(), np.uint8).astype(np.int32)
         stops, got, read = StopStrings(strings, text_of_bytes), 0, 0
@@ -74,37 +73,25 @@ def test_a_response_ends_with_the_token_that_completes_a_stop_string():
     free, stopped = decode(()), decode(strings)
     num_cut, bound = 0, logprob_bound(ONE_LAYER, 26, TINY_LOGIT / 2.0)
     for i, j in np.ndindex(free.lengths.shape):
-        n = free.lengths[i, j]
+        n, got = free.lengths[i, j], stopped.lengths[i, j]
         end = first_end(free.tokens[i, j, :n], strings, words)
-        want = end or n
-        assert stopped.lengths[i, j] == want
+        assert got == (end or n)
         assert stopped.has_eos[i, j] == (end > 0 or free.has_eos[i, j])
-        np.testing.assert_array_equal(stopped.tokens[i, j, :want], free.tokens[i, j, :want])
-        np.testing.assert_array_equal(stopped.tokens[i, j, want:], 2)
-        np.testing.assert_allclose(
-            stopped.token_logprobs[i, j, :want],
-            free.token_logprobs[i, j, :want],
-            rtol=0,
-            atol=bound,
-        )
-        np.testing.assert_array_equal(stopped.token_logprobs[i, j, want:], 0)
-        num_cut += want < n
+        np.testing.assert_array_equal(stopped.tokens[i, j, :got], free.tokens[i, j, :got])
+        wanted = free.token_logprobs[i, j, :got]
+        np.testing.assert_allclose(stopped.token_logprobs[i, j, :got], wanted, rtol=0, atol=bound)
+        num_cut += got < n
     assert num_cut >= 5
 
 
-def make(fields):
-    small = {"task.max_prompt_tokens": 12, "search.max_new_tokens": 16}
-    return make_config({**small, **fields})
-
-
 def test_the_config_ends_responses_by_text_and_by_id_in_search_and_evaluation():
-    from tba_jax.models import model as models
-
-    model_config, params, tokenizer = models.load(str(START_MODEL), param_dtype=jnp.float32)
+    model = models.describe(str(START_MODEL))
+    params, tokenizer = model.load_params(param_dtype=jnp.float32), model.load_tokenizer()
     prompt = tokenizer.encode("7+5-3", add_bos=True)
 
-    def texts(fields):
-        decoder = make_decoder(make(fields), model_config, tokenizer)
+    def texts(**fields):
+        small = {"task.max_prompt_tokens": 12, "search.max_new_tokens": 16}
+        decoder = make_decoder(make_config({**small, **fields}), model.config, tokenizer)
         out = fake_models.decode(
             decoder,
             params,
@@ -114,32 +101,29 @@ def test_the_config_ends_responses_by_text_and_by_id_in_search_and_evaluation():
             settings=SamplingSettings(16),  # as searchers and evaluations: no ids of their own
         )
         rows = [row[:n] for row, n in zip(out.tokens[0], out.lengths[0], strict=True)]
-        return tokenizer.batch_decode(rows), out.has_eos[0]
+        return [tokenizer.decode(row, skip_special=False) for row in rows], out.has_eos[0]
 
-    free, _ = texts({})
-    by_text, has_eos = texts({"search.stop_strings": ("=2", ",1")})
-    cut = [re.match(".*?(=2|,1)|.*", text)[0] for text in free]
-    assert by_text == cut and sum(a != b for a, b in zip(cut, free, strict=True)) >= 5
+    free, _ = texts()
+    end = tokenizer.decode(tokenizer.eos_ids[:1], skip_special=False)
+    # A special token has its text as well.
+    by_text, has_eos = texts(**{"search.stop_strings": ("=2", ",1", end)})
+    cut = [re.match(f".*?(=2|,1|{re.escape(end)})|.*", text)[0] for text in free]
+    assert end and by_text == cut
+    assert sum(a != b for a, b in zip(cut, free, strict=True)) >= 5
     assert all(ended for ended, text in zip(has_eos, cut, strict=True) if text[-2:] in ("=2", ",1"))
     (equals,) = tokenizer.encode("=", add_bos=False).tolist()
-    by_id, _ = texts({"search.stop_ids": (equals,)})
-    assert by_id == texts({"search.stop_strings": ("=",)})[0] != free
-    # A special token has its text as well.
-    end = tokenizer.decode(tokenizer.eos_ids[:1], skip_special=False)
-    assert end and texts({"search.stop_strings": (end,)})[0] == free
+    by_id, _ = texts(**{"search.stop_ids": (equals,)})
+    assert by_id == [text.partition("=")[0] + "=" * ("=" in text) for text in free] != free
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
+def test_what_cannot_stop_is_refused():
+    for fields, message in (
         ({"search.stop_strings": ("a", "")}, "an empty text would end every response"),
         (
             {"search.stop_strings": ("a",), "search.min_new_tokens": 2},
             "a stop string may appear before search.min_new_tokens = 2",
         ),
         ({"search.stop_ids": (3, -1)}, "token ids are not negative"),
-    ],
-)
-def test_what_cannot_stop_is_refused(fields, message):
-    with pytest.raises(ConfigError, match=message):
-        validate(make_config(fields))
+    ):
+        with pytest.raises(ConfigError, match=message):
+            validate(make_config(fields))
