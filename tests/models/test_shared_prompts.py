@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A prompt computed once for its responses gives what rows of their own give, for every family."""
+"""A prompt computed once for its responses gives what rows of their own give.
+
+Contract: states and gradients of each kind of layer, log-probs of the scorer, and flash attention,
+which repeats the prompt; rows of padding are finite.
+"""
 
 import functools
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from fake_batches import slow
-from fake_models import FAMILIES, random_params, tiny_config
+from fake_models import KINDS, random_params, tiny_config
 
 from tba_jax.models import attention, shared_prompts, transformer
 from tba_jax.models.logprobs import row_token_logprobs
@@ -99,17 +104,14 @@ def packed_states(params, config, is_shared=True):
     return ends, jnp.stack(each).reshape(B, C, T, -1)
 
 
-# One whose parts follow one another, and one with parallel parts that rotates a quarter.
-BY_DEFAULT = ("llama", "gpt_neox")
+# By default a delta layer, whose state forks, and windows with sinks and experts.
+BY_DEFAULT = ("gpt_oss", "qwen3_5_text")
+# Parallel parts that rotate a quarter, beside the four kinds.
+CASES = [x if x in BY_DEFAULT else slow(x) for x in (*KINDS, "gpt_neox")]
 
 
-def states_of_separate_segments(params, config):
-    return packed_states(params, config, is_shared=False)
-
-
-@pytest.mark.parametrize("states", [shared_states, packed_states, states_of_separate_segments])
-@pytest.mark.parametrize("family", [f if f in BY_DEFAULT else slow(f) for f in FAMILIES])
-def test_states_and_gradients_are_those_of_rows_of_their_own(family, states):
+@pytest.mark.parametrize("family", CASES)
+def test_states_and_gradients_are_those_of_rows_of_their_own(family):
     config, rng = tiny_config(family=family), np.random.default_rng(1)
     shapes = (B, config.hidden_size), (B, C, T, config.hidden_size)
     cotangents = [rng.normal(size=shape) for shape in shapes]
@@ -123,24 +125,20 @@ def test_states_and_gradients_are_those_of_rows_of_their_own(family, states):
 
     with jax.enable_x64(True):
         params = jax.tree.map(lambda x: x.astype(jnp.float64), random_params(config))
-        (_, got), gradient = with_gradients(states)(params)
         (_, wanted), wanted_gradient = with_gradients(states_of_rows)(params)
-        assert got[1].dtype == jnp.float64
-        for x, y in zip(got, wanted, strict=True):
-            np.testing.assert_allclose(x, y, atol=1e-12)
-        # Of leaves of order 10; that of a bias of the keys is 0 where they are not rotated.
-        jax.tree.map(
-            lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-12, atol=1e-12),
-            gradient,
-            wanted_gradient,
-        )
+        for states in (shared_states, packed_states):
+            (_, got), gradient = with_gradients(states)(params)
+            assert got[1].dtype == jnp.float64
+            chex.assert_trees_all_close(got, wanted, rtol=0, atol=1e-12)
+            # Of leaves of order 10; that of a bias of the keys is 0 where they are not rotated.
+            chex.assert_trees_all_close(gradient, wanted_gradient, rtol=1e-12, atol=1e-12)
+        # Packed rows in which each response has a prompt of its own.
+        got = jax.jit(functools.partial(packed_states, config=config, is_shared=False))(params)
+        chex.assert_trees_all_close(got, wanted, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "scoring", [slow(Scoring(temperature=0.7)), Scoring(0.7, eos_ids=(2, 5), min_new_tokens=3)]
-)
-def test_logprobs_of_groups_are_those_of_rows(scoring):
-    config = tiny_config(qkv_bias=True)
+def test_logprobs_of_groups_are_those_of_rows():
+    config, scoring = tiny_config(qkv_bias=True), Scoring(0.7, eos_ids=(2, 5), min_new_tokens=3)
     prompts, responses = tokens()
     rows = np.concatenate([np.repeat(prompts[:, None], C, 1), responses], -1).astype(np.int32)
     groups = np.concatenate([prompts, responses.reshape(B, -1)], -1).astype(np.int32)
@@ -159,12 +157,8 @@ def test_logprobs_of_groups_are_those_of_rows(scoring):
     wanted = with_gradients(*apart)
     got = with_gradients(groups, PROMPT_LENGTHS, RESPONSE_LENGTHS)
     assert np.abs(wanted[0]).max() > 1
-    jax.tree.map(
-        # Float32 sums in another order, of values and gradients of order 1 to 100.
-        lambda x, y: np.testing.assert_allclose(x, y, rtol=1e-4, atol=2e-5),
-        got,
-        wanted,
-    )
+    # Float32 sums in another order, of values and gradients of order 1 to 100.
+    chex.assert_trees_all_close(got, wanted, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("window", [None, 4])
@@ -196,25 +190,17 @@ def test_attention_behind_a_prompt_is_that_of_rows_of_their_own(monkeypatch, win
         monkeypatch.setattr(attention, "attend_causal", by_einsum)
         got = with_gradients("splash")
     assert np.abs(wanted[1][1]).max() > 0.1
-    jax.tree.map(lambda x, y: np.testing.assert_allclose(x, y, atol=1e-12), got, wanted)
+    chex.assert_trees_all_close(got, wanted, rtol=0, atol=1e-12)
 
 
 def test_a_row_of_padding_is_finite():
-    config, params = tiny_config(), random_params(tiny_config())
-    zeros = np.zeros((2, X + C * T), np.int32)
+    config = tiny_config(qkv_bias=True)
+    empty = np.zeros((B, X + C * T), np.int32), np.zeros(B, np.int32), np.zeros((B, C), np.int32)
+    kwargs = {"response_bucket": T, "config": config, "scoring": Scoring()}
 
     def total(params):
-        values = row_token_logprobs(
-            params,
-            zeros,
-            np.zeros(2, np.int32),
-            np.zeros((2, C), np.int32),
-            response_bucket=T,
-            config=config,
-            scoring=Scoring(),
-        )
-        return values.sum()
+        return row_token_logprobs(params, *empty, **kwargs).sum()
 
-    value, gradient = jax.value_and_grad(total)(params)
+    value, gradient = jax.value_and_grad(total)(random_params(config))
     assert value == 0
     jax.tree.map(lambda x: np.testing.assert_array_equal(x, 0), gradient)

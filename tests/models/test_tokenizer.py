@@ -1,25 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokenizer wrapper: tokenizers made here, and that of stories260k."""
+"""The tokenizer wrapper: tokenizers made here, and that of stories260k.
+
+Contract: texts, chats and special tokens have the IDs of transformers; IDs become the same texts;
+BOS, EOS and pad are those of the folder's files; a folder that cannot be used is one clear error.
+"""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 import tokenizers
+from fake_models import GOLDEN, STORIES
 
 from tba_jax.models.hf import folders
 from tba_jax.models.tokenizer import Tokenizer
 
-SHARED = Path(__file__).parents[2] / ".." / "shared"
-STORIES = SHARED / "models" / "stories260k"
-needs_stories = pytest.mark.skipif(
-    not STORIES.is_dir(), reason="../shared/models/stories260k is absent"
-)
 TEMPLATE = (
     "{{ bos_token }}{% for m in messages %}"
     "{% if m['role'] == 'system' %}{{ raise_exception('no system role here') }}{% endif %}"
@@ -114,14 +111,9 @@ def test_special_tokens_are_read_in_texts_and_left_out_of_decoded_ones(tmp_path)
     ],
 )
 def test_special_ids(tmp_path, special, declared, bos_id, eos_ids, pad_id):
-    tokenizer = make_folder(
-        tmp_path, special=special, declared=declared, adds_bos=bos_id is not None
-    )
-    assert tokenizer.bos_id == bos_id
-    assert tokenizer.eos_ids == eos_ids
-    assert tokenizer.pad_id == pad_id
-    assert tokenizer.end == 6
-    first = tokenizer.encode("a", add_bos=True)
+    found = make_folder(tmp_path, special=special, declared=declared, adds_bos=bos_id is not None)
+    assert (found.bos_id, found.eos_ids, found.pad_id, found.end) == (bos_id, eos_ids, pad_id, 6)
+    first = found.encode("a", add_bos=True)
     np.testing.assert_array_equal(first, [3] if bos_id is None else [bos_id, 3])
 
 
@@ -152,6 +144,10 @@ def test_bos_goes_where_the_tokenizers_own_rule_puts_it(tmp_path, adds_bos):
     # A text that begins with it gets no second one.
     begun = [BOS, *body]
     np.testing.assert_array_equal(tokenizer.encode("<bos>ab a", add_bos=True), begun)
+    # tokenizer.json decides, as in transformers, and not the settings.
+    settings = {"add_bos_token": not adds_bos}
+    other = write_folder(tmp_path, library, special=("bos", "eos"), settings=settings)
+    assert other.adds_bos == adds_bos
     # A chat template does not change plain texts.
     tokenizer = write_folder(tmp_path, library, special=("bos", "eos"), template=TEMPLATE)
     np.testing.assert_array_equal(tokenizer.encode("ab a", add_bos=True), want)
@@ -165,17 +161,15 @@ def test_chat_template_file_and_named_templates_are_read(tmp_path):
     assert Tokenizer.load(tmp_path).format_chat(user) == "a!"
 
 
-@pytest.mark.parametrize(
-    ("messages", "message"),
-    [
+def test_chat_messages_that_do_not_fit_are_one_clear_error(tmp_path):
+    tokenizer = make_folder(tmp_path, template=TEMPLATE)
+    for messages, message in (
         ([{"role": "system", "content": "a"}], r"refuses the messages \(no system role here\)"),
         ([{"role": "user", "text": "a"}], r"'text': 'a'.*each with 'role' and 'content'"),
         ([], "wanted at least one"),
-    ],
-)
-def test_chat_messages_that_do_not_fit_are_one_clear_error(tmp_path, messages, message):
-    with pytest.raises(ValueError, match=message):
-        make_folder(tmp_path, template=TEMPLATE).format_chat(messages)
+    ):
+        with pytest.raises(ValueError, match=message):
+            tokenizer.format_chat(messages)
 
 
 def test_complete_texts_are_cut_inside_their_special_tokens(tmp_path):
@@ -204,21 +198,17 @@ def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path):
 
 
 def test_special_tokens_that_the_model_lacks(tmp_path):
-    # A pad token added without a new row: padding falls back on a row that exists.
-    tokenizer = write_folder(
-        tmp_path, byte_level(), special=("eos", "pad"), model={"vocab_size": PAD}
-    )
+    """A pad token added without a new row; an end that cannot be drawn."""
+    special = ("eos", "pad")
+    tokenizer = write_folder(tmp_path, byte_level(), special=special, model={"vocab_size": PAD})
+    # Padding falls back on a row that exists.
     assert (tokenizer.eos_ids, tokenizer.pad_id, tokenizer.end) == ((EOS,), EOS, PAD + 1)
     for encode in (lambda text: tokenizer.encode(text, add_bos=False), tokenizer.encode_complete):
         with pytest.raises(ValueError, match=r"token '<pad>' has id 262, but.*vocab_size = 262"):
             encode("a<pad>b")
-
-
-def test_unreachable_eos_is_dropped_and_an_error_when_it_is_the_only_one(tmp_path):
     kwargs = {"special": ("eos",), "declared": [EOS, 9999]}
-    assert write_folder(tmp_path, byte_level(), model={"vocab_size": 300}, **kwargs).eos_ids == (
-        EOS,
-    )
+    found = write_folder(tmp_path, byte_level(), model={"vocab_size": 300}, **kwargs)
+    assert found.eos_ids == (EOS,)
     with pytest.raises(ValueError, match=r"end-of-sequence token .* has id 9999.*vocab_size = 50"):
         write_folder(tmp_path, byte_level(), model={"vocab_size": 50}, **kwargs)
 
@@ -236,14 +226,15 @@ def test_any_text_round_trips(bytes_tokenizer, text):
     assert bytes_tokenizer.decode(ids) == text  # no special token can come out of plain text
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "config.json"])
-def test_damaged_file_is_named(tmp_path, name):
+def test_damaged_file_is_named(tmp_path):
     make_folder(tmp_path, model={"vocab_size": 6})
-    file = tmp_path / name
-    file.write_bytes(file.read_bytes()[:-1])
-    message = rf"{name}: (not valid JSON|the tokenizer cannot be read).*ownload .* again"
-    with pytest.raises(ValueError, match=message):
-        Tokenizer.load(tmp_path)
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
+        file, whole = tmp_path / name, (tmp_path / name).read_bytes()
+        file.write_bytes(whole[:-1])
+        message = rf"{name}: (not valid JSON|the tokenizer cannot be read).*ownload .* again"
+        with pytest.raises(ValueError, match=message):
+            Tokenizer.load(tmp_path)
+        file.write_bytes(whole)
 
 
 def test_tokenizer_that_is_code_is_refused(tmp_path):
@@ -255,17 +246,14 @@ def test_tokenizer_that_is_code_is_refused(tmp_path):
         Tokenizer.load(tmp_path)
 
 
-@needs_stories
+@pytest.mark.skipif(not STORIES.is_dir(), reason="../shared/models/stories260k is absent")
 def test_stories_tokenizer_round_trips():
-    tokenizer = Tokenizer.load(STORIES)
-    golden = json.loads((Path(__file__).parents[1] / "golden" / "stories260k.json").read_text())
-    np.testing.assert_array_equal(
-        tokenizer.encode(golden["prompt"], add_bos=True), golden["prompt_ids"]
-    )
-    assert tokenizer.decode(golden["greedy_ids"]) == golden["text"]
-    assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.pad_id) == (1, (2,), 0)
-    assert tokenizer.adds_bos
-    assert tokenizer.end == 512
+    found = Tokenizer.load(STORIES)
+    golden = json.loads((GOLDEN / "stories260k.json").read_text())
+    assert found.encode(golden["prompt"], add_bos=True).tolist() == golden["prompt_ids"]
+    assert found.decode(golden["greedy_ids"]) == golden["text"]
+    assert (found.bos_id, found.eos_ids, found.pad_id, found.end) == (1, (2,), 0, 512)
+    assert found.adds_bos
 
 
 EMBEDDED = ("start_model", "attacker_model", "tldr_toy_policy", "tldr_toy_reward")
@@ -298,7 +286,6 @@ def test_texts_are_split_as_transformers_splits_them(name):
 
 
 CHAT = [{"role": "user", "content": "a <think> b"}]
-BEGUN = [*CHAT, {"role": "assistant", "content": " ab \n"}]
 TEMPLATES = {
     "with bos": TEMPLATE,
     "without bos": TEMPLATE.removeprefix("{{ bos_token }}"),
@@ -313,24 +300,21 @@ TEMPLATES = {
 }
 
 
-@pytest.mark.parametrize("messages", [CHAT, BEGUN], ids=["asked", "begun"])
-@pytest.mark.parametrize("name", TEMPLATES)
 @pytest.mark.parametrize("adds_bos", [True, False])
-def test_a_chat_has_the_ids_of_transformers(tmp_path, name, messages, adds_bos):
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_chat_has_the_ids_of_transformers(tmp_path, name, adds_bos):
     """Nothing is added to the output of a template, with any rule of the tokenizer for BOS."""
     library = byte_level(adds_bos=adds_bos, added=["<think>"])
-    special = ("bos", "eos")
-    ours = write_folder(tmp_path, library, special=special, template=TEMPLATES[name])
-    is_begun = messages is BEGUN
-    if is_begun and name == "loop controls, generation, tojson":
-        messages = [*messages[:-1], {**messages[-1], "content": "ab"}]
-    want = ours.library.apply_chat_template(
-        messages,
-        add_generation_prompt=not is_begun,
-        continue_final_message=is_begun,
-        return_dict=False,
-    )
-    assert ours.encode(ours.format_chat(messages), add_bos=False).tolist() == want
+    ours = write_folder(tmp_path, library, special=("bos", "eos"), template=TEMPLATES[name])
+    answer = "ab" if "generation" in name else " ab \n"
+    for messages in (CHAT, [*CHAT, {"role": "assistant", "content": answer}]):
+        want = ours.library.apply_chat_template(
+            messages,
+            add_generation_prompt=messages is CHAT,
+            continue_final_message=messages is not CHAT,
+            return_dict=False,
+        )
+        assert ours.encode(ours.format_chat(messages), add_bos=False).tolist() == want
 
 
 def test_generation_config_decides_which_tokens_end_a_response(tmp_path):
@@ -347,15 +331,6 @@ def test_generation_config_decides_which_tokens_end_a_response(tmp_path):
     assert Tokenizer.load(tmp_path).eos_ids == (2,)
     (tmp_path / "config.json").write_text("{}")
     assert Tokenizer.load(tmp_path).eos_ids == (EOS,)
-
-
-@pytest.mark.parametrize("adds_bos", [True, False])
-def test_tokenizer_json_decides_about_bos_as_in_transformers(tmp_path, adds_bos):
-    library = byte_level(adds_bos=not adds_bos)
-    settings = {"add_bos_token": adds_bos}
-    tokenizer = write_folder(tmp_path, library, special=("bos", "eos"), settings=settings)
-    assert tokenizer.encode("ab", add_bos=True).tolist() == tokenizer.library.encode("ab")
-    assert tokenizer.adds_bos != adds_bos
 
 
 def test_a_class_of_transformers_that_splits_otherwise_is_named(tmp_path):
@@ -389,21 +364,6 @@ def test_parts_of_a_character_have_their_own_bytes(bytes_tokenizer, tmp_path):
     )
     tokenizer = write_folder(tmp_path, library)
     ids = [256, 0xF0, 0x9F, 0x98, 0x80, 0x61]
-    assert [tokenizer.token_bytes(i) for i in ids] == [
-        b" a",
-        b"\xf0",
-        b"\x9f",
-        b"\x98",
-        b"\x80",
-        b"a",
-    ]
+    own = [tokenizer.token_bytes(i) for i in ids]
+    assert own == [b" a", b"\xf0", b"\x9f", b"\x98", b"\x80", b"a"]
     assert tokenizer.token_texts(ids) == [" a", "\U0001f600", "", "", "", "a"]
-
-
-def test_an_embedded_tokenizer_is_loaded_without_transformers():
-    code = (
-        "import sys; from tba_jax.models.tokenizer import Tokenizer\n"
-        "Tokenizer.load('embedded:start_model'); print('transformers' in sys.modules)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "False"
