@@ -115,9 +115,7 @@ def logits_of(config, params, tokens, mask, dtype=jnp.float32):
 def teacher_forced(config, params, prompt, response, temperature=1.0, length=64):
     """Log-probs float64 [t v] of all tokens at each token of a response: logits of one plain row.
 
-    Args:
-        prompt, response: token IDs, one-dimensional.
-        length: of the row, so that rows share a program; no token sees what follows it.
+    Rows have one length and share a program; no token sees the padding behind it.
     """
     n, end = len(prompt), len(prompt) + len(response)
     row = np.zeros((1, length), np.int32)
