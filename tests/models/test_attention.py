@@ -336,9 +336,7 @@ def test_programs_of_several_gpus_use_cudnn_where_they_divide_all_heads(chosen, 
     ):
         chosen.clear()
         jax.eval_shape(program)
-        divided = PartitionSpec(None, "model" if num_kv_heads == 2 else None)
         wanted = "cudnn" if num_kv_heads == 2 else "xla"
-        assert chosen and all(
-            where.mesh.shape == mesh.shape and where.spec == divided and name == wanted
-            for where, name in chosen
-        )
+        assert {name for _, name in chosen} == {wanted}
+        specs = {where.spec for where, name in chosen if name == "cudnn"}
+        assert specs <= {PartitionSpec(None, "model")}

@@ -99,7 +99,6 @@ def test_peft_reads_the_adapters_that_a_server_gets_and_writes_the_same(family, 
 
 
 # The rotary settings of Llama 3.1, Qwen2.5 with its extension, Llama 2 stretched, and Pythia.
-_LONG = {"hidden_size": 256, "num_attention_heads": 2, "max_position_embeddings": 131072}
 REAL_SCALINGS = {
     "plain": {"rope_theta": 1000000.0, "rope_type": "default"},
     "llama3": make_golden.LLAMA3
@@ -112,7 +111,8 @@ REAL_SCALINGS = {
 @pytest.mark.parametrize("name", REAL_SCALINGS)
 def test_rotary_frequencies_of_real_sizes_equal_those_of_transformers(name):
     """Short rows do not show them; at position 10^5 a relative error of 1e-6 is 0.1 radians."""
-    theirs = transformers.LlamaConfig(**_LONG, rope_parameters=dict(REAL_SCALINGS[name]))
+    sizes = {"hidden_size": 256, "num_attention_heads": 2, "max_position_embeddings": 131072}
+    theirs = transformers.LlamaConfig(**sizes, rope_parameters=dict(REAL_SCALINGS[name]))
     embedding = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(theirs)
     config = families.transformer_config(theirs.to_dict() | {"architectures": None})
     found = rope.frequencies(config.rotary_dim, config.rope_theta, config.rope_scaling)

@@ -58,9 +58,9 @@ def test_every_weight_is_within_half_a_step_of_its_channel(family):
         assert (np.abs(values * scale - x) <= 0.5 * scale * (1 + 1e-5)).all(), name
     assert quantize(exact, "none") is exact
     assert found["attn_norm"] is layer["attn_norm"]
-    # All layers use their scales.
-    wanted = logits(exact, config)
-    assert 0 < np.abs(wanted - logits(rounded, config)).max() < 0.1 * np.abs(wanted).max()
+    # All layers use their scales. Delta layers amplify rounding (see `bfloat16_kl`).
+    wanted, bound = logits(exact, config), 0.2 if "delta" in config.pattern else 0.1
+    assert 0 < np.abs(wanted - logits(rounded, config)).max() < bound * np.abs(wanted).max()
 
 
 def total_variation(folder):

@@ -6,6 +6,8 @@ BOS, EOS and pad are those of the folder's files; a folder that cannot be used i
 """
 
 import json
+import subprocess
+import sys
 
 import hypothesis
 import hypothesis.strategies as st
@@ -78,7 +80,7 @@ def byte_level(*, adds_bos=False, adds_eos=False, added=()):
     return library
 
 
-BOS, EOS, PAD, ADDED = 260, 261, 262, 263
+BOS, EOS, PAD = 260, 261, 262
 
 
 @pytest.fixture(scope="module")
@@ -256,10 +258,9 @@ def test_stories_tokenizer_round_trips():
     assert found.adds_bos
 
 
-EMBEDDED = ("start_model", "attacker_model", "tldr_toy_policy", "tldr_toy_reward")
-
-
-@pytest.mark.parametrize("name", EMBEDDED)
+@pytest.mark.parametrize(
+    "name", ["start_model", "attacker_model", "tldr_toy_policy", "tldr_toy_reward"]
+)
 def test_texts_are_split_as_transformers_splits_them(name):
     folder = folders.resolve(f"embedded:{name}")
     ours = Tokenizer.load(folder)
@@ -367,3 +368,9 @@ def test_parts_of_a_character_have_their_own_bytes(bytes_tokenizer, tmp_path):
     own = [tokenizer.token_bytes(i) for i in ids]
     assert own == [b" a", b"\xf0", b"\x9f", b"\x98", b"\x80", b"a"]
     assert tokenizer.token_texts(ids) == [" a", "\U0001f600", "", "", "", "a"]
+
+
+def test_an_embedded_tokenizer_is_loaded_without_transformers():
+    code = "import sys; from tba_jax.models.tokenizer import Tokenizer\n"
+    code += "Tokenizer.load('embedded:start_model'); sys.exit('transformers' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
