@@ -112,10 +112,7 @@ def logits_of(config, params, tokens, mask, dtype=jnp.float32):
 
 
 def teacher_forced(config, params, prompt, response, temperature=1.0, length=64):
-    """Log-probs float64 [t v] of all tokens at each token of a response: logits of one plain row.
-
-    Rows have one length and share a program; no token sees the padding behind it.
-    """
+    """Log-probs float64 [t v] of all tokens at each token of a response: one row, then padding."""
     n, end = len(prompt), len(prompt) + len(response)
     row = np.zeros((1, length), np.int32)
     row[0, :end] = np.concatenate([prompt, response])

@@ -2,8 +2,7 @@
 """Adapters: nothing at first, trained alone, sent alone, merged into the base, and their files.
 
 Contract: base and adapters compute what merged parameters do, and have their gradient by the chain
-rule, on one device and on a mesh; only adapters are trained and travel; peft's file of adapters is
-read and written (test_parity lets peft read it).
+rule, on one device and on a mesh; adapters alone are trained and travel; peft's files are read.
 """
 
 import json

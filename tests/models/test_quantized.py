@@ -2,7 +2,6 @@
 """Weights in eight bits: how far they are from exact ones, and that sampler and scorer agree."""
 
 import functools
-from pathlib import Path
 
 import fake_models
 import jax
@@ -11,7 +10,6 @@ import numpy as np
 import pytest
 from fake_models import (
     KINDS,
-    STORIES,
     assert_equal,
     logits,
     logits_of,
@@ -76,12 +74,9 @@ def total_variation(folder):
     return distance.mean(), distance.max()
 
 
-# Measured, mean and largest: 0.006 and 0.028 (start model), 0.012 and 0.047 (stories260k).
-@pytest.mark.parametrize("folder", [START_MODEL, STORIES], ids=["start_model", "stories260k"])
-def test_the_next_token_is_distributed_nearly_as_with_exact_weights(folder):
-    if not Path(folder).is_dir():
-        pytest.skip(f"{folder} is absent")
-    mean, largest = total_variation(folder)
+def test_the_next_token_is_distributed_nearly_as_with_exact_weights():
+    mean, largest = total_variation(START_MODEL)
+    # Measured: 0.006 and 0.028; 0.012 and 0.047 with stories260k.
     assert 0 < mean < 0.015 and largest < 0.06, (mean, largest)
 
 
