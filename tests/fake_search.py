@@ -57,12 +57,12 @@ class CountdownSession:
         self.statistics.tokens += len(self._slots)
         self.statistics.slot_steps += self.num_slots
         ended = [e for e in self._slots if not e[3]]
+        versions = np.full(2, self.version, np.int32)
         self._slots = [e for e in self._slots if e[3]]
         return [
-            Response(r, j, np.array([10 + i, j], np.int32), np.zeros(2, np.float32), True, v,
-                     self.version)
+            Response(r, j, np.array([10 + i, j]), np.zeros(2), True, v, self.version, 1.0, versions)
             for r, j, i, _, v in ended
-        ]  # fmt: skip
+        ]
 
 
 class CountdownSampler(Sampler):

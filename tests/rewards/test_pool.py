@@ -213,7 +213,7 @@ def test_a_function_that_compares_responses_gives_equal_rewards_when_it_is_slow_
 
 def test_a_coroutine_that_waits_for_ever_is_late_although_other_jobs_are_answered(monkeypatch):
     monkeypatch.syspath_prepend(os.getcwd())
-    monkeypatch.setattr(workers, "_MOST_DEADLINES", 4)
+    monkeypatch.setattr(workers, "MOST_DEADLINES", 4)
     pool = workers.WorkerPool(
         "job", importlib.import_module("user_rewards").make_jobs, (), num_workers=1
     )
@@ -257,7 +257,10 @@ def test_processes_import_neither_jax_nor_transformers(make):
         ("as_dict", "as_dict' returned dict; want a list with a number or None"),
     ],
 )
-def test_a_function_that_can_never_work_is_an_error_not_a_reward(make, function, message):
+def test_a_function_that_can_never_work_is_an_error_not_a_reward(
+    make, monkeypatch, function, message
+):
+    monkeypatch.syspath_prepend(os.getcwd())  # the function is called in this process
     with pytest.raises(ValueError, match=message):
         score(make(function, num_workers=0), ["a", "b", "c", "d"] * 2)
 

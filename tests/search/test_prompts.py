@@ -207,8 +207,6 @@ def test_log_probs_of_given_responses_are_those_of_drawing_them(tokenizer):
         num_samples=4,
         key=jax.random.key(0),
         settings=SamplingSettings(12, temperature=0.8, top_p=1.0, min_new_tokens=2),
-        temperatures=np.full((3, 4), 0.8),
-        num_slots=None,
     )
     given = [
         Ticket(i, p, tuple(y.tokens for y in drawn[i][: 4 - i])) for i, p in enumerate(prompts)
