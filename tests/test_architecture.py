@@ -155,7 +155,7 @@ LIMITS = {
     "evaluation": 735,
     "weights": 472,
     "devices": 1095,
-    "storage": 376,
+    "storage": 375,
     "bench": 1890,
     "report": 1827,
     "commands": 1752,

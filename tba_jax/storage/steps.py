@@ -22,8 +22,7 @@ from tba_jax.storage.whole_files import is_address
 
 FolderWriter = Callable[[epath.Path], Any]
 NUM_KEPT = 2  # newest folders that stay in storage
-TIMEOUT_S = 600
-"""Time in seconds after which an incomplete save counts as failed."""
+TIMEOUT_S = 600  # seconds after which an incomplete save counts as failed
 _UNFINISHED = ".orbax-checkpoint-tmp"
 _DELETED = "00" + _UNFINISHED  # old folders are moved here first: no kill leaves half of one
 
