@@ -188,7 +188,7 @@ TEST_LIMITS = {
     ("replay",): 720,
     ("search", "evaluation"): 955,
     ("chaos",): 522,
-    ("rewards", "environments"): 2090,
+    ("rewards", "environments"): 2093,
     ("integration",): 930,
     ("planning",): 615,
     ("report", "commands"): 915,
