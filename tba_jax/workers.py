@@ -39,7 +39,7 @@ MAX_MEMORY_BYTES = 16 * 2**30
 """Limit of the memory that a worker allocates."""
 _START = "its start, with the import of the user's module (move slow work into the function),"
 MOST_DEADLINES = 10
-"""A coroutine that waits for ever keeps its worker free, and is late after so many deadlines."""
+"""Deadlines after which a coroutine is late that waits for ever, and so keeps its worker free."""
 _TICK_S = 0.5  # longest time until a missed deadline that was restarted is noticed
 # Program of a worker. It finds modules where this process finds them.
 _PROGRAM = "import json, sys; sys.path[:], *job = json.loads(sys.argv[1]); "

@@ -9,8 +9,8 @@ checkpoint is whole and not an earlier one. The run that comes to its end has a 
 step missing or twice, and complete checkpoints; a synchronous run has the train state and the
 losses of a run that was never killed.
 
-With --fleet: a fleet on a Ray cluster of three nodes. So many times a searcher, a member of the
-trainer group, and the owner of the buffer are killed, and a node is replaced. It learns steadily.
+With --fleet: a fleet on a Ray cluster of three nodes. The numbers are kills of a searcher, of a
+member of the trainer group and of the owner of the buffer, and replacements of a node.
 """
 
 import argparse
@@ -107,7 +107,7 @@ def check_finished(workdir, num_steps):
 
 
 def kill_fleet(workdir, counts, *, seed=0):
-    """Let `EVENTS` hit a fleet so many times, let it end, check it, and return its pass@1.
+    """Let each of `EVENTS` hit a fleet `counts` times, let it end, check it; return its pass@1.
 
     Raises:
         AssertionError: something was lost or wrong, or the policy did not learn steadily.

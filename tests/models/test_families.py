@@ -82,8 +82,7 @@ def test_scoring_and_decoding_equal_transformers(name):
         assert 1e-6 < kl < bfloat16_kl(config)
     if name not in DECODED:
         return
-    # Chunks are shorter than the windows.
-    decoder = tiny_decoder(config, eos_ids=(), prompt_tokens=n, max_length=n + m)
+    decoder = tiny_decoder(config, eos_ids=(), prompt_tokens=n, max_length=n + m)  # chunks < window
     options = {"num_samples": 1, "key": jax.random.key(0), "num_slots": 2}
     greedy, drawn = (
         decode(decoder, params, list(golden["tokens"]), settings=SamplingSettings(m, t), **options)
@@ -94,9 +93,10 @@ def test_scoring_and_decoding_equal_transformers(name):
     scored = logits_of(config, params, tokens, mask)[:2, n - 1 : -1] / 1.3
     logprobs = np.asarray(jax.nn.log_softmax(scored))
     want = np.take_along_axis(logprobs, drawn.tokens[:, 0, :, None], axis=-1)[..., 0]
-    # Two float32 programs; delta layers amplify rounding.
-    bound = 1e-4 if "delta" in config.pattern else 2e-5
-    np.testing.assert_allclose(drawn.token_logprobs[:, 0], want, rtol=0, atol=bound)
+    # Delta layers divide outputs by their size, near 0 at a few tokens; a wrong state would stay.
+    away = np.abs(drawn.token_logprobs[:, 0] - want)
+    usual = np.quantile(away, 0.95) if "delta" in config.pattern else away.max()
+    assert usual < 2e-5 and away.max() < 1e-3
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -327,7 +327,7 @@ def test_generation_config_decides_which_tokens_end_a_response(tmp_path):
     )
     assert tokenizer.eos_ids == (PAD, 40)  # 2, a stale value in config.json, is an ordinary token
     assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == [PAD, 40]
-    # A response must end: where transformers knows no end token, the next source is used.
+    # A response must end: where transformers has no end token, the next source is used.
     (tmp_path / "generation_config.json").write_text("{}")
     assert Tokenizer.load(tmp_path).eos_ids == (2,)
     (tmp_path / "config.json").write_text("{}")
