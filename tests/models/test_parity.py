@@ -38,7 +38,7 @@ def test_transformers_computes_the_golden_numbers_from_our_export_and_is_read(na
     # Our own config.json, not theirs: it must say the same architecture.
     written = hf_config(config, eos_token_id=2, pad_token_id=make_golden.PAD)
     hf_weights.save(tmp_path / "ours", config, params, written)
-    model, report = make_golden.model_class(make_golden.MODELS[name]).from_pretrained(
+    model, report = make_golden.model_class(name).from_pretrained(
         tmp_path / "ours", output_loading_info=True, dtype=torch.float32
     )
     assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -56,7 +56,7 @@ def test_transformers_computes_the_golden_numbers_from_our_export_and_is_read(na
 
 @pytest.mark.parametrize("name", make_golden.ENCODERS)
 def test_transformers_computes_the_golden_numbers_of_encoders_and_is_read(name, tmp_path):
-    model = make_golden.model_class(make_golden.ENCODERS[name]).from_pretrained(GOLDEN / name)
+    model = make_golden.model_class(name).from_pretrained(GOLDEN / name)
     golden = np.load(GOLDEN / f"{name}.npz")
     found = make_golden.encoder_outputs(model.eval())
     assert_equal(found["tokens"], golden["tokens"])
@@ -100,11 +100,11 @@ def test_peft_reads_the_adapters_that_a_server_gets_and_writes_the_same(family, 
 
 # The rotary settings of Llama 3.1, Qwen2.5 with its extension, Llama 2 stretched, and Pythia.
 REAL_SCALINGS = {
-    "plain": {"rope_theta": 1000000.0, "rope_type": "default"},
-    "llama3": make_golden.LLAMA3
-    | {"rope_theta": 500000.0, "original_max_position_embeddings": 8192},
-    "yarn": make_golden.YARN | {"rope_theta": 1000000.0, "original_max_position_embeddings": 32768},
-    "linear": make_golden.LINEAR | {"rope_theta": 10000.0},
+    "plain": {"rope_theta": 1e6},
+    "llama3": {"rope_theta": 5e5, "factor": 8.0, "original_max_position_embeddings": 8192}
+    | {"low_freq_factor": 1.0, "high_freq_factor": 4.0},
+    "yarn": {"rope_theta": 1e6, "factor": 4.0, "original_max_position_embeddings": 32768},
+    "linear": {"rope_theta": 1e4, "factor": 2.5},
 }
 
 
@@ -112,7 +112,8 @@ REAL_SCALINGS = {
 def test_rotary_frequencies_of_real_sizes_equal_those_of_transformers(name):
     """Short rows do not show them; at position 10^5 a relative error of 1e-6 is 0.1 radians."""
     sizes = {"hidden_size": 256, "num_attention_heads": 2, "max_position_embeddings": 131072}
-    theirs = transformers.LlamaConfig(**sizes, rope_parameters=dict(REAL_SCALINGS[name]))
+    settings = REAL_SCALINGS[name] | {"rope_type": "default" if name == "plain" else name}
+    theirs = transformers.LlamaConfig(**sizes, rope_parameters=settings)
     embedding = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding(theirs)
     config = families.transformer_config(theirs.to_dict() | {"architectures": None})
     found = rope.frequencies(config.rotary_dim, config.rope_theta, config.rope_scaling)
