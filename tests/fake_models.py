@@ -10,14 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tokenizers
-from hf_settings import hf_config
-from jax.sharding import NamedSharding, PartitionSpec
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 
 from tba_jax.decoding.engine import Decoder
 from tba_jax.models import lora, transformer
 from tba_jax.models import model as models
-from tba_jax.models.hf import hf_weights
+from tba_jax.models.hf import families, hf_weights
 from tba_jax.models.logprobs import row_token_logprobs
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.transformer import TransformerConfig
@@ -311,10 +309,17 @@ def write_word_tokenizer(folder, size, *, eos, pad, shift=0):
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def make_folder(path, **changes):
-    config = tiny_config(**changes)
+def golden_settings(name, **changes):
+    """The config.json of a golden model, with other settings."""
+    return json.loads((GOLDEN / name / "config.json").read_text()) | changes
+
+
+def make_folder(path, name="llama", **changes):
+    """A folder of random weights with the settings of a golden model and these; what it holds."""
+    settings = golden_settings(name, **changes)
+    config = families.transformer_config(settings)
     params = random_params(config)
-    hf_weights.save(path, config, params, hf_config(config, eos_token_id=2))
+    hf_weights.save(path, config, params, settings)
     return config, params
 
 
@@ -326,15 +331,6 @@ def load_folder(path, **settings):
 
 def assert_equal(a, b):
     jax.tree.map(np.testing.assert_array_equal, a, b)
-
-
-def shardings_of(config, mesh, rules):
-    """A sharding per leaf: `rules` maps logical axes to mesh axes."""
-    return jax.tree.map(
-        lambda axes: NamedSharding(mesh, PartitionSpec(*(rules.get(name) for name in axes))),
-        transformer.param_axes(config),
-        is_leaf=lambda x: isinstance(x, tuple),
-    )
 
 
 def trained_adapters(config, seed=7):
