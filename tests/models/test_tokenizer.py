@@ -9,8 +9,6 @@ import json
 import subprocess
 import sys
 
-import hypothesis
-import hypothesis.strategies as st
 import numpy as np
 import pytest
 import tokenizers
@@ -25,38 +23,6 @@ TEMPLATE = (
     " {{ m['role'] }}: {{ m['content'] }}{% endfor %}"
     "{% if add_generation_prompt %} assistant:{% endif %}"
 )
-
-
-def write_folder(
-    path, library, *, special=(), template=None, declared=None, model=None, settings=None
-):
-    """A model folder with this tokenizer: <NAME> is the NAME token for the names in `special`."""
-    library.save(str(path / "tokenizer.json"))
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **(settings or {})}
-    settings |= {f"{name}_token": f"<{name}>" for name in special}
-    if template:
-        settings["chat_template"] = template
-    (path / "tokenizer_config.json").write_text(json.dumps(settings))
-    if declared is not None:
-        (path / "generation_config.json").write_text(json.dumps({"eos_token_id": declared}))
-    if model is not None:
-        (path / "config.json").write_text(json.dumps(model))
-    return Tokenizer.load(path)
-
-
-def make_folder(path, *, special=("bos", "eos", "pad"), adds_bos=True, **kwargs):
-    """A word-level tokenizer: <bos> 0, <eos> 1, <pad> 2, a 3, b 4, . 5."""
-    words = ["<bos>", "<eos>", "<pad>", "a", "b", "."]
-    library = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="b")
-    )
-    library.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
-    library.add_special_tokens(words[:3])
-    if adds_bos:
-        library.post_processor = tokenizers.processors.TemplateProcessing(
-            single="<bos> $A", special_tokens=[("<bos>", 0)]
-        )
-    return write_folder(path, library, special=special, **kwargs)
 
 
 def byte_level(*, adds_bos=False, adds_eos=False, added=()):
@@ -83,55 +49,45 @@ def byte_level(*, adds_bos=False, adds_eos=False, added=()):
 BOS, EOS, PAD = 260, 261, 262
 
 
+def write_folder(
+    path, library=None, *, special=(), template=None, declared=None, model=None, settings=None
+):
+    """A model folder with this tokenizer: <NAME> is the NAME token for the names in `special`."""
+    (library or byte_level()).save(str(path / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **(settings or {})}
+    settings |= {f"{name}_token": f"<{name}>" for name in special}
+    if template:
+        settings["chat_template"] = template
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    if declared is not None:
+        (path / "generation_config.json").write_text(json.dumps({"eos_token_id": declared}))
+    if model is not None:
+        (path / "config.json").write_text(json.dumps(model))
+    return Tokenizer.load(path)
+
+
 @pytest.fixture(scope="module")
 def bytes_tokenizer(tmp_path_factory):
     library = byte_level(added=["<think>"])
     return write_folder(tmp_path_factory.mktemp("bytes"), library, special=("bos", "eos"))
 
 
-def test_special_tokens_are_read_in_texts_and_left_out_of_decoded_ones(tmp_path):
-    tokenizer = make_folder(tmp_path)
-    ids = tokenizer.encode("a b .", add_bos=True)
-    assert ids.dtype == np.int32 and ids.tolist() == [0, 3, 4, 5]
-    assert tokenizer.encode("a <eos>", add_bos=False).tolist() == [3, 1]
-    assert tokenizer.encode("", add_bos=False).shape == (0,)
-    assert tokenizer.decode(np.array([0, 3, 5, 1])) == "a ."  # a clean-up would write "a."
-    assert tokenizer.decode([0, 3, 5, 1], skip_special=False) == "<bos> a . <eos>"
-    assert tokenizer.batch_decode([ids, [4], []]) == ["a b .", "b", ""]
-
-
 @pytest.mark.parametrize(
     ("special", "declared", "bos_id", "eos_ids", "pad_id"),
     [
-        (("bos", "eos", "pad"), None, 0, (1,), 2),
-        (("eos",), None, None, (1,), 1),  # Llama: no pad token
+        (("bos", "eos", "pad"), None, BOS, (EOS,), PAD),
+        (("eos",), None, None, (EOS,), EOS),  # Llama: no pad token
         ((), None, None, (), 0),
-        (("eos",), [2, 1, 5], None, (1, 2, 5), 1),
+        (("eos",), [PAD, EOS, 5], None, (EOS, PAD, 5), EOS),
         ((), 5, None, (5,), 5),  # Pythia's bare tokenizer.json beside a config.json
-        (("eos", "pad"), [1, 2], None, (1, 2), 2),  # Qwen2.5: the pad token also ends a response
-        (("eos",), -1, None, (1,), 1),  # old Llama files: -1 says none
+        (("eos", "pad"), [EOS, PAD], None, (EOS, PAD), PAD),  # Qwen2.5: padding ends, too
+        (("eos",), -1, None, (EOS,), EOS),  # old Llama files: -1 says none
     ],
 )
 def test_special_ids(tmp_path, special, declared, bos_id, eos_ids, pad_id):
-    found = make_folder(tmp_path, special=special, declared=declared, adds_bos=bos_id is not None)
-    assert (found.bos_id, found.eos_ids, found.pad_id, found.end) == (bos_id, eos_ids, pad_id, 6)
-    first = found.encode("a", add_bos=True)
-    np.testing.assert_array_equal(first, [3] if bos_id is None else [bos_id, 3])
-
-
-def test_one_token_for_bos_eos_and_pad_as_in_gpt2(tmp_path):
-    same = {f"{name}_token": "<eos>" for name in ("bos", "eos", "pad")}
-    tokenizer = write_folder(tmp_path, byte_level(), settings=same)
-    assert (tokenizer.bos_id, tokenizer.eos_ids, tokenizer.pad_id) == (EOS, (EOS,), EOS)
-    # GPT-2's own tokenizer puts nothing in front of a text, so neither do we.
-    assert not tokenizer.adds_bos
-    want = tokenizer.encode("ab", add_bos=False)
-    np.testing.assert_array_equal(tokenizer.encode("ab", add_bos=True), want)
-    # The end of a sequence is a token like another, however it is used elsewhere.
-    ids = tokenizer.encode("ab<eos>ab<eos>", add_bos=False)
-    np.testing.assert_array_equal(ids, [*want, EOS, *want, EOS])
-    assert tokenizer.decode([*ids, EOS], skip_special=False) == "ab<eos>ab<eos><eos>"
-    assert tokenizer.decode(ids) == "abab"
+    library = byte_level(adds_bos=bos_id is not None)
+    found = write_folder(tmp_path, library, special=special, declared=declared)
+    assert (found.bos_id, found.eos_ids, found.pad_id, found.end) == (bos_id, eos_ids, pad_id, 263)
 
 
 @pytest.mark.parametrize("adds_bos", [True, False])
@@ -158,13 +114,16 @@ def test_bos_goes_where_the_tokenizers_own_rule_puts_it(tmp_path, adds_bos):
 def test_chat_template_file_and_named_templates_are_read(tmp_path):
     named = [{"name": "default", "template": TEMPLATE}, {"name": "tool_use", "template": "tools"}]
     user = [{"role": "user", "content": "a"}]
-    assert make_folder(tmp_path, template=named).format_chat(user) == "<bos> user: a assistant:"
+    assert (
+        write_folder(tmp_path, special=("bos",), template=named).format_chat(user)
+        == "<bos> user: a assistant:"
+    )
     (tmp_path / "chat_template.jinja").write_text("{{ messages[0]['content'] }}!")
     assert Tokenizer.load(tmp_path).format_chat(user) == "a!"
 
 
 def test_chat_messages_that_do_not_fit_are_one_clear_error(tmp_path):
-    tokenizer = make_folder(tmp_path, template=TEMPLATE)
+    tokenizer = write_folder(tmp_path, special=("bos",), template=TEMPLATE)
     for messages, message in (
         ([{"role": "system", "content": "a"}], r"refuses the messages \(no system role here\)"),
         ([{"role": "user", "text": "a"}], r"'text': 'a'.*each with 'role' and 'content'"),
@@ -202,34 +161,21 @@ def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path):
 def test_special_tokens_that_the_model_lacks(tmp_path):
     """A pad token added without a new row; an end that cannot be drawn."""
     special = ("eos", "pad")
-    tokenizer = write_folder(tmp_path, byte_level(), special=special, model={"vocab_size": PAD})
+    tokenizer = write_folder(tmp_path, special=special, model={"vocab_size": PAD})
     # Padding falls back on a row that exists.
     assert (tokenizer.eos_ids, tokenizer.pad_id, tokenizer.end) == ((EOS,), EOS, PAD + 1)
     for encode in (lambda text: tokenizer.encode(text, add_bos=False), tokenizer.encode_complete):
         with pytest.raises(ValueError, match=r"token '<pad>' has id 262, but.*vocab_size = 262"):
             encode("a<pad>b")
     kwargs = {"special": ("eos",), "declared": [EOS, 9999]}
-    found = write_folder(tmp_path, byte_level(), model={"vocab_size": 300}, **kwargs)
+    found = write_folder(tmp_path, model={"vocab_size": 300}, **kwargs)
     assert found.eos_ids == (EOS,)
     with pytest.raises(ValueError, match=r"end-of-sequence token .* has id 9999.*vocab_size = 50"):
-        write_folder(tmp_path, byte_level(), model={"vocab_size": 50}, **kwargs)
-
-
-# Without surrogates, which are no text. Derandomised: the same examples in every run.
-ANY_TEXT = st.text(st.characters(exclude_categories=("Cs", "Cn")), max_size=40)
-EXAMPLES = hypothesis.settings(max_examples=300, deadline=None, derandomize=True, database=None)
-
-
-@EXAMPLES
-@hypothesis.given(text=ANY_TEXT)
-def test_any_text_round_trips(bytes_tokenizer, text):
-    ids = bytes_tokenizer.encode(text, add_bos=False)
-    assert bytes_tokenizer.decode(ids, skip_special=False) == text
-    assert bytes_tokenizer.decode(ids) == text  # no special token can come out of plain text
+        write_folder(tmp_path, model={"vocab_size": 50}, **kwargs)
 
 
 def test_damaged_file_is_named(tmp_path):
-    make_folder(tmp_path, model={"vocab_size": 6})
+    write_folder(tmp_path, special=("bos",), model={"vocab_size": 263})
     for name in ("tokenizer.json", "tokenizer_config.json", "config.json"):
         file, whole = tmp_path / name, (tmp_path / name).read_bytes()
         file.write_bytes(whole[:-1])
@@ -240,7 +186,7 @@ def test_damaged_file_is_named(tmp_path):
 
 
 def test_tokenizer_that_is_code_is_refused(tmp_path):
-    make_folder(tmp_path)
+    write_folder(tmp_path)
     (tmp_path / "mine.py").write_text("raise SystemExit('this code was run')\n")
     settings = {"tokenizer_class": "Mine", "auto_map": {"AutoTokenizer": [None, "mine.Mine"]}}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
@@ -323,7 +269,7 @@ def test_generation_config_decides_which_tokens_end_a_response(tmp_path):
     from transformers import GenerationConfig
 
     tokenizer = write_folder(
-        tmp_path, byte_level(), special=("eos",), declared=[PAD, 40], model={"eos_token_id": 2}
+        tmp_path, special=("eos",), declared=[PAD, 40], model={"eos_token_id": 2}
     )
     assert tokenizer.eos_ids == (PAD, 40)  # 2, a stale value in config.json, is an ordinary token
     assert GenerationConfig.from_pretrained(tmp_path).eos_token_id == [PAD, 40]
