@@ -165,7 +165,7 @@ LIMITS = {
     "config": 1062,
     "presets": 475,
     "remote": 1050,
-    "run": 3042,
+    "run": 3043,
     "planning": 2300,
     "tasks": 1312,
     "environments": 1326,
@@ -185,7 +185,7 @@ OTHERS = ("bench", "devices", "flow", "launch", "storage", "studies", "tasks", "
 TEST_LIMITS = {
     ("models", "decoding", "golden"): 3875,
     ("train",): 1520,
-    ("replay",): 620,
+    ("replay",): 629,
     ("search", "evaluation"): 955,
     ("chaos",): 522,
     ("rewards", "environments"): 2093,

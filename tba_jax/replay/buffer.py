@@ -326,10 +326,9 @@ class ReplayBuffer:
                     continue
                 for row_id, y, logprobs in zip(draw.ids, draw.trajectories, own, strict=True):
                     if (i := store.find(y.version_min, row_id)) is not None:
-                        y = dataclasses.replace(y, reference_token_logprobs=logprobs)
-                        self.num_bytes -= len(store.packed[i])
-                        store.packed[i] = self._packer.pack(y)
-                        self.num_bytes += len(store.packed[i])
+                        packed = self._packer.with_reference(store.packed[i], logprobs)
+                        self.num_bytes += len(packed) - len(store.packed[i])
+                        store.packed[i] = packed
             self._shrink()
 
     # --- counts --------------------------------------------------------------------------------

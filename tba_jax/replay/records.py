@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from jaxtyping import Float
 
 from tba_jax.flow.trajectory import FinishReason, Prompt, Trajectory
 
@@ -74,6 +75,16 @@ class Packer:
                 *(np.asarray(x, dtype).tobytes() for _, x, dtype in arrays if x is not None),
             ]
         )
+
+    @staticmethod
+    def with_reference(packed: bytes, logprobs: Float[np.ndarray, " t"]) -> bytes:
+        """Return a packed trajectory with these log-probs of the reference."""
+        *numbers, count, num_paths, has = _HEAD.unpack_from(packed)
+        end = len(packed) - count * bool(has & 16)  # `is_sampled` comes after them
+        begin = end - 4 * count * bool(has & 8)
+        head = _HEAD.pack(*numbers, count, num_paths, has | 8)
+        new = np.asarray(logprobs, "<f4").tobytes()
+        return head + packed[_HEAD.size : begin] + new + packed[end:]
 
     def unpack(self, packed: bytes) -> Trajectory:
         """Return the trajectory that `pack` converted; its arrays are read-only views."""

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from tba_jax.config.resolved import asked, writes_versions
 from tba_jax.config.schema import Config
+from tba_jax.decoding.keys import fold_in
 from tba_jax.decoding.shardings import weight_shardings
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.placement import MESH_AXES, Division, MeshShape, PlacementError, divide
@@ -36,7 +37,7 @@ from tba_jax.rewards.scores import RewardSource
 from tba_jax.run import model_parts, task_parts
 from tba_jax.run.object_store import storage_of
 from tba_jax.run.workdir import code_version, run_id_of
-from tba_jax.search.sampler import Sampler, StateValues
+from tba_jax.search.sampler import SEARCHER_ROLE, Sampler, StateValues
 from tba_jax.search.searcher import SearchParts
 from tba_jax.search.start_data import GivenScorer
 from tba_jax.serving.vllm import InferenceServer
@@ -254,7 +255,8 @@ def make_searchers(shared: Shared, weights: OnDevices | WeightFolder) -> tuple[S
     is_plain_server = bool(config.search.server) and not config.task.environment
     swaps_in_flight = is_plain_server or config.objective.built.needs.sampler != "policy"
     states = StateValues(config.objective.built.value("vine_tokens", 0))
-    key, environments = jax.random.key(config.seed), rewards.environments
+    key = fold_in(jax.random.key(config.seed), SEARCHER_ROLE)
+    environments = rewards.environments
     task_parts.check_environments(config, shared.task, environments)
 
     def at_version(i: int, version: int) -> Published | None:

@@ -10,7 +10,6 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-import jax
 import numpy as np
 
 from tba_jax.decoding.keys import fold_in, row_keys
@@ -72,13 +71,13 @@ class Sampler:
     """Sampling settings of a run, and the decoder of one searcher.
 
     Args:
-        key: root key of the run.
+        key: uint32 [2], the root key of the run with `SEARCHER_ROLE` folded in.
         episodes: settings of episodes, for a task with an environment.
     """
 
     decoder: Sessions
     settings: SearchSettings
-    key: jax.Array
+    key: np.ndarray
     environments: EnvironmentPool | None = None
     states: StateValues = StateValues(0)
 
@@ -95,7 +94,7 @@ class Sampler:
 
     def key_of(self, number: int) -> np.ndarray:
         """Return the random key of a ticket, uint32 [2]."""
-        return fold_in(fold_in(self.key, SEARCHER_ROLE), number)
+        return fold_in(self.key, number)
 
     def temperatures(self, key: np.ndarray) -> np.ndarray:
         """Return float64 [S]: the sampling temperature of each response of a ticket."""

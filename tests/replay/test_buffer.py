@@ -23,7 +23,7 @@ from scipy.stats import rankdata
 from tba_jax.flow.trajectory import Group
 from tba_jax.replay.config import PROMPT_OVERHEAD_BYTES, RESPONSE_OVERHEAD_BYTES, ReplaySettings
 from tba_jax.replay.ledger import Ledger, LedgerError
-from tba_jax.replay.records import from_snapshot
+from tba_jax.replay.records import Packer, from_snapshot
 
 # --- contents ------------------------------------------------------------------------------------
 
@@ -55,6 +55,14 @@ def test_a_draw_gives_back_exactly_what_was_merged():
             assert_same_trajectory(y, ys[row_id])
             assert not y.response_tokens.flags.writeable
         assert draw.prompt.columns == {"answer": "3"} and draw.prompt.tokens.tolist() == [1, 2]
+
+
+def test_references_are_written_into_packed_trajectories():
+    packer = Packer()
+    for y in varied_trajectories():
+        logprobs = np.full(len(y.response_tokens), -0.5, np.float32)
+        whole = packer.pack(dataclasses.replace(y, reference_token_logprobs=logprobs))
+        assert packer.with_reference(packer.pack(y), logprobs) == whole
 
 
 def test_references_stay_with_their_responses_and_are_saved():
