@@ -22,6 +22,7 @@ weights that computed all of it.
 
 import collections
 import dataclasses
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -44,7 +45,7 @@ class _Sample:
     key: np.ndarray
     settings: SamplingSettings
     response: Response  # so far
-    row: int = 0  # of the prompt in the pool
+    row: int | None = None  # of the prompt in the pool; None: the prompt was not read
 
 
 class _Chunk(NamedTuple):
@@ -80,22 +81,22 @@ class Session:
         self.decoder, self.num_slots, self.version = decoder, num_slots, version
         self.statistics = Statistics()
         self._weights = decoder.weights(params)
-        self._requests = collections.deque[list[_Sample]]()
-        self._waiting = collections.deque[_Sample]()  # their prompts are in the pool
-        self._samples: list[_Sample | None] = [None] * num_slots  # of each slot
         self._num_submitted = self._num_unfinished = 0  # requests; samples
-        # Changed on the host; before the next chunk, the copy on the device is replaced.
-        self._slots, progress = empty_slots(num_slots, decoder.num_stop_ids)
-        self._is_changed = False
+        # Samples without slots. The prompts of the first ones are in the pool.
+        self._queue = collections.deque[_Sample]()
+        self._samples: list[_Sample | None] = [None] * num_slots  # of each slot
+        self._chunk: _Chunk | None = None
         self._where = decoder.where(self._weights)
-        self._placed, self._progress = jax.device_put((self._slots, progress), self._where)
+        # On the host, and the copy on the device, which is replaced after a change.
+        self._slots, progress = empty_slots(num_slots, decoder.num_stop_ids)
+        self._placed: Slots | None = None
+        self._progress = jax.device_put(progress, self._where)
         self._history = decoder.new_cache(num_slots, self._weights)
         # Of the pool: kept caches, then the rows into which prompts are read.
         self._num_kept = num_slots if keeps_caches else 0
         self._pool = decoder.new_cache(self._num_kept + decoder.num_rows, self._weights)
-        self._drop_kept()
+        self._kept = dict[bytes, int]()  # text -> row, the least recently written row first
         self._has_states = "delta" in decoder.config.layer_kinds
-        self._chunk: _Chunk | None = None
 
     @property
     def is_idle(self) -> bool:
@@ -130,16 +131,11 @@ class Session:
         """
         index, prompt = self._num_submitted, np.asarray(prompt)
         self._check(prompt, settings, index)
-        prompt, none = prompt.astype(np.int32), np.zeros(0, np.int32)
         if temperatures is None:
             temperatures = np.full(len(keys), settings.temperature, np.float32)
-        begun = Response(index, 0, none, none.astype(np.float32), False, 0, 0, 1.0, none)
-        self._requests.append(
-            [
-                _Sample(prompt, key, settings, begun._replace(sample=j, temperature=float(t)))
-                for j, (key, t) in enumerate(zip(keys, temperatures, strict=True))
-            ]
-        )
+        for sample, (key, temperature) in enumerate(zip(keys, temperatures, strict=True)):
+            begun = Response(index, sample, temperature=float(temperature))
+            self._queue.append(_Sample(prompt.astype(np.int32), key, settings, begun))
         self._num_submitted += 1
         self._num_unfinished += len(keys)
         return index
@@ -166,28 +162,22 @@ class Session:
 
     def cancel(self, request: int) -> None:
         """Drop the unfinished samples of a request; other requests get its slots."""
-        requests = (r for r in self._requests if r and r[0].response.request != request)
-        self._requests = collections.deque(requests)
-        self._waiting = collections.deque(s for s in self._waiting if s.response.request != request)
+        self._queue = collections.deque(s for s in self._queue if s.response.request != request)
         for slot, sample in enumerate(self._samples):
             if sample is not None and sample.response.request == request:
                 self._assign(slot, None)
-        queued = sum(map(len, self._requests)) + len(self._waiting)
-        self._num_unfinished = queued + sum(s is not None for s in self._samples)
+        self._num_unfinished = len(self._queue) + self.num_slots - self._samples.count(None)
 
     def unfinished(self, request: int) -> dict[int, tuple[np.ndarray, np.ndarray]]:
         """Return sample -> (tokens, log-probs) so far, for samples of a request that have slots."""
-        responses = (each.response for each in self._samples if each is not None)
-        return {
-            y.sample: (y.tokens, y.token_logprobs)
-            for y in responses
-            if y.request == request and len(y.tokens)
-        }
+        responses = [sample.response for sample in self._samples if sample is not None]
+        begun = [y for y in responses if y.request == request and len(y.tokens)]
+        return {y.sample: (y.tokens, y.token_logprobs) for y in begun}
 
     def swap(self, params: Params, version: int) -> None:
         """Use later weights from the next launch on; unfinished responses keep their cache."""
         self._weights, self.version = self.decoder.weights(params), version
-        self._drop_kept()
+        self._kept.clear()
 
     def forget(self, conversation: np.ndarray) -> None:
         """Free the kept cache of a conversation that has ended.
@@ -195,25 +185,7 @@ class Session:
         Args:
             conversation: prompt and response of its last turn.
         """
-        self._release(_bytes(conversation[:-1]))
-
-    def _drop_kept(self) -> None:
-        """Make all rows free. `_kept` is text -> row, the least recently written row first."""
-        self._kept = collections.OrderedDict[bytes, int]()
-        for row in range(self._num_kept):
-            self._kept[_bytes(np.array([-1, row]))] = row  # a text that no prompt begins with
-
-    def _release(self, text: bytes) -> None:
-        """Make the row of a text free, so that the next text gets it."""
-        if (row := self._kept.pop(text, None)) is not None:
-            self._kept[free := _bytes(np.array([-1, row]))] = row
-            self._kept.move_to_end(free, last=False)
-
-    def _row_for(self, text: bytes) -> int:
-        """Return the row for a text: its own, else a free one, else the least recently written."""
-        row = self._kept.pop(text) if text in self._kept else self._kept.popitem(last=False)[1]
-        self._kept[text] = row
-        return row
+        self._kept.pop(_text(conversation[:-1]), None)
 
     def run(self) -> Iterator[Response]:
         """Yield responses as they finish, until the session is idle."""
@@ -223,7 +195,7 @@ class Session:
     def step(self) -> list[Response]:
         """Fill the free slots and launch a chunk; return the responses that ended meanwhile."""
         start_s = time.perf_counter()
-        finished = self._collect() if self._waiting or self._requests else []
+        finished = self._collect() if self._queue else []
         self._admit()
         chunk = self._launch()
         finished += self._collect()
@@ -236,20 +208,20 @@ class Session:
     def _admit(self) -> None:
         """Assign samples to free slots."""
         free = [slot for slot, sample in enumerate(self._samples) if sample is None]
-        while free and (self._waiting or self._requests):
-            if not self._waiting:
+        while free and self._queue:
+            if self._queue[0].row is None:
                 self._read_prompts(len(free))
-            slots, free = free[: len(self._waiting)], free[len(self._waiting) :]
-            samples = [self._waiting.popleft() for _ in slots]
-            for slot, sample in zip(slots, samples, strict=True):
-                self._assign(slot, sample)
-            rows = [sample.row for sample in samples]
-            self._history = self._copied(self._history, self._pool, slots, rows)
+            rows = dict[int, int]()  # slot -> row
+            while free and self._queue and (row := self._queue[0].row) is not None:
+                slot = free.pop(0)
+                rows[slot] = row
+                self._assign(slot, self._queue.popleft())
+            self._history = self._copied(self._history, self._pool, rows)
 
-    def _copied(self, into: Caches, source: Caches, targets: list[int], rows: list[int]) -> Caches:
-        """Return `into` with rows of `source` copied to `targets`."""
+    def _copied(self, into: Caches, source: Caches, rows: dict[int, int]) -> Caches:
+        """Return `into` with rows of `source` copied: target -> row."""
         pairs = np.zeros((2, self.num_slots), np.int32)
-        pairs[:, : len(rows)] = targets, rows
+        pairs[:, : len(rows)] = [*rows], [*rows.values()]
         return self.decoder.copy(into, source, *pairs, np.int32(len(rows)))
 
     def _read_prompts(self, most: int) -> None:
@@ -259,51 +231,47 @@ class Session:
         width does.
         """
         pieces, first, width, size = self.decoder.pieces, self._num_kept, 0, 1
-        batch, begins, rows = list[list[_Sample]](), list[int](), list[int]()
-        while self._requests and len(batch) < size and sum(map(len, batch)) < most:
-            prompt = self._requests[0][0].prompt
-            text = _bytes(prompt[:-1])
+        lefts, prefixes, num_samples = list[np.ndarray](), list[tuple[int, int]](), 0
+        for _, group in itertools.groupby(self._queue, key=lambda s: s.response.request):
+            if len(lefts) == size or num_samples >= most:
+                break
+            samples = list(group)
+            prompt = samples[0].prompt[:-1]
+            text = _text(prompt)
             prefix = max(filter(text.startswith, self._kept), key=len, default=b"")
-            begin = len(prefix) // prompt.itemsize
-            num = len(prompt) - 1 - begin
-            if not batch:
-                width = next((n for n in pieces if num <= n), max(pieces))
+            left = prompt[len(prefix) // prompt.itemsize :]
+            if not lefts:
+                width = next((n for n in pieces if len(left) <= n), max(pieces))
                 size = pieces[width]
-            elif num > width < max(pieces):
+            elif len(left) > width < max(pieces):
                 break
-            batch.append(self._requests.popleft())
-            begins.append(begin)
-            rows.append(self._kept.get(prefix, 0))
-            self._release(prefix)
-        prompts = [group[0].prompt[:-1] for group in batch]
-        self.statistics.kept_tokens += sum(begins)
-        self.statistics.prompt_tokens += sum(map(len, prompts))
-        at = np.zeros((2, size), np.int32)
-        at[:, : len(batch)] = rows, begins
-        prefixes = (at[0], at[1]) if first else None
-        while True:
-            tokens, lengths = np.zeros((size, width), np.int32), np.zeros(size, np.int32)
-            for i, prompt in enumerate(prompts):
-                piece = prompt[at[1, i] :][:width]
-                tokens[i, : len(piece)], lengths[i] = piece, len(piece)
-            self._pool = self.decoder.extend(self._weights, self._pool, tokens, lengths, prefixes)
-            at = np.stack([first + np.arange(size, dtype=np.int32), at[1] + lengths])
-            if all(len(prompt) == end for prompt, end in zip(prompts, at[1], strict=False)):
-                break
-            prefixes = at[0], at[1]
-        for i, group in enumerate(batch):
-            for sample in group:
-                sample.row = first + i
+            for sample in samples:
+                sample.row = first + len(lefts)
                 sample.response = sample.response._replace(version_min=self.version)
-                self._waiting.append(sample)
+            num_samples += len(samples)
+            prefixes.append((self._kept.pop(prefix, 0), len(prompt) - len(left)))
+            lefts.append(left)
+        lengths, at = np.zeros(size, np.int32), np.zeros((2, size), np.int32)
+        lengths[: len(lefts)] = [len(left) for left in lefts]
+        at[:, : len(lefts)] = np.transpose(prefixes)
+        self.statistics.kept_tokens += int(at[1].sum())
+        self.statistics.prompt_tokens += int(at[1].sum() + lengths.sum())
+        tokens = np.zeros((size, max(1, -(-lengths.max() // width)) * width), np.int32)
+        for row, left in zip(tokens, lefts, strict=False):
+            row[: len(left)] = left
+        for begin in range(0, tokens.shape[1], width):
+            piece = tokens[:, begin : begin + width], np.clip(lengths - begin, 0, width)
+            before = (at[0], at[1]) if begin or first else None
+            self._pool = self.decoder.extend(self._weights, self._pool, *piece, before)
+            at = np.stack([first + np.arange(size, dtype=np.int32), at[1] + piece[1]])
 
     def _assign(self, slot: int, sample: _Sample | None) -> None:
         """Assign a sample to a slot, or empty the slot; from the next launch on."""
-        new = Slots(number=self._slots.number[slot] + 1, stop_ids=-1)
+        new = Slots(stop_ids=-1)
         if sample is not None:
             prompt, settings = sample.prompt, sample.settings
             ids = self.decoder.eos_ids if settings.stop_ids is None else settings.stop_ids
-            new = new._replace(
+            new = Slots(
                 first=prompt[-1],
                 start=len(prompt) - 1,
                 keys=sample.key,
@@ -314,18 +282,18 @@ class Session:
                 max_new_tokens=settings.max_new_tokens,
                 stop_ids=[*ids, *[-1] * (self.decoder.num_stop_ids - len(ids))],
             )
+        new = new._replace(number=self._slots.number[slot] + 1)
         for part, value in zip(self._slots, new, strict=True):
             part[slot] = value
-        self._samples[slot], self._is_changed = sample, True
+        self._samples[slot], self._placed = sample, None
 
     def _launch(self) -> _Chunk | None:
         """Launch a chunk; return None if there is no response to decode."""
         if not any(self._samples):
             return None
-        if self._is_changed:
+        if self._placed is None:
             # The device may read an array of the host after this call, so it gets a copy.
-            slots = jax.tree.map(np.copy, self._slots)
-            self._placed, self._is_changed = jax.device_put(slots, self._where), False
+            self._placed = jax.device_put(jax.tree.map(np.copy, self._slots), self._where)
         drawn, self._history, self._progress = self.decoder.run_chunk(
             self._weights, self._history, self._placed, self._progress
         )
@@ -339,7 +307,7 @@ class Session:
             return []
         (drawn, samples, version), self._chunk = self._chunk, None
         tokens, logprobs, nums, has_eos = (np.asarray(x) for x in drawn)
-        finished, kept = list[Response](), dict[int, int]()
+        finished, kept = list[Response](), dict[int, int]()  # row of the pool -> slot
         for slot, sample in enumerate(samples):
             if sample is None or self._samples[slot] is not sample:
                 continue  # it ended before, or was cancelled
@@ -364,16 +332,25 @@ class Session:
             # A state cannot go back to the token that completed a stop string.
             is_exact = not (end and self._has_states) and y.version_min == self.version
             if self._num_kept and is_exact:
-                kept[slot] = self._row_for(_bytes(np.concatenate([sample.prompt, text[:-1]])))
+                kept[self._row_for(np.concatenate([sample.prompt, text[:-1]]))] = slot
         steps = int(nums.max())
         self.statistics.steps += steps
         self.statistics.slot_steps += steps * self.num_slots
         if kept:
-            self._pool = self._copied(self._pool, self._history, [*kept.values()], [*kept])
+            self._pool = self._copied(self._pool, self._history, kept)
         return finished
 
+    def _row_for(self, conversation: np.ndarray) -> int:
+        """Return the row that keeps a conversation: its own, a free one, or the oldest."""
+        text = _text(conversation)
+        if (row := self._kept.pop(text, None)) is None:
+            free = set(range(self._num_kept)).difference(self._kept.values())
+            row = min(free) if free else self._kept.pop(next(iter(self._kept)))
+        self._kept[text] = row
+        return row
 
-def _bytes(tokens: np.ndarray) -> bytes:
+
+def _text(tokens: np.ndarray) -> bytes:
     return tokens.astype(np.int32).tobytes()
 
 

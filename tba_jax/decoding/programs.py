@@ -16,14 +16,13 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
-from jaxtyping import Array, Bool, Float, Float32, Int, UInt32
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jaxtyping import Array, Bool, Float, Int
 
 from tba_jax.decoding.requests import MAX_STOP_IDS
 from tba_jax.decoding.sampling import random_bits, sample_tokens
 from tba_jax.decoding.shardings import cache_sharding
 from tba_jax.decoding.stop_strings import StopStrings
-from tba_jax.devices.sharding import placed_shapes
 from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.models import attention, delta, kv_cache, transformer
 from tba_jax.models.architecture import LayerKind
@@ -73,27 +72,25 @@ class Progress(NamedTuple):
         number: [n], number of the assignment.
         last: [n], the next token that the model reads.
         count: [n], number of tokens of the response so far.
-        is_live: [n], the response has not ended.
     """
 
     number: Any = np.int32(0)
     last: Any = np.int32(0)
     count: Any = np.int32(0)
-    is_live: Any = np.bool_(False)
+
+    def has_stopped(self, slots: Slots) -> Bool[Array, " n"]:
+        """Return whether the newest token of each response is a stop token."""
+        return jnp.any(self.last[:, None] == slots.stop_ids, axis=1) & (self.count > 0)
+
+    def is_live(self, slots: Slots) -> Bool[Array, " n"]:
+        """Return whether each slot has a response that has not ended."""
+        return (self.count < slots.max_new_tokens) & ~self.has_stopped(slots)
 
 
 def empty_slots(num_slots: int, num_stop_ids: int) -> tuple[Slots, Progress]:
     """Return slots without responses, as host arrays."""
     one = Slots(stop_ids=np.full(num_stop_ids, -1, np.int32)), Progress()
     return jax.tree.map(lambda x: np.repeat(x[None], num_slots, axis=0), one)
-
-
-class _Carry(NamedTuple):
-    step: Int[Array, ""]
-    progress: Progress
-    tokens: Int[Array, "m n"]
-    logprobs: Float32[Array, "m n"]
-    recent: Caches
 
 
 class Programs:
@@ -140,23 +137,30 @@ class Programs:
                 "positions. Shorten the prompts or the responses"
             )
         self.config, self.compute_dtype = config, jnp.dtype(compute_dtype)
+        self._precision: Any = {"config": config, "compute_dtype": self.compute_dtype}
         self.eos_ids, self.pad_id = tuple(eos_ids), pad_id
         self.num_stop_ids = max(MAX_STOP_IDS, len(self.eos_ids))
         self.stop_strings: StopStrings | None = None
         self.max_length, self.chunk_steps = max_length, chunk_steps
         self.cache_length = -(-(max_length + chunk_steps) // 8) * 8
-        widths = _CPU_WIDTHS if site.platform in ("any", "cpu") else _WIDTHS
+        # Where programs and the host share cores, nothing is computed while the host waits for it.
+        self.launches_ahead = site.platform not in ("any", "cpu")
+        widths = _WIDTHS if self.launches_ahead else _CPU_WIDTHS
         longest = max(1, min(prompt_tokens, max_length))
         self.pieces = {w: max(1, widths[-1] // w) for w in (min(x, longest) for x in widths)}
         self.num_rows = max(self.pieces.values())
-        self.cache_sharding = cache_sharding(config, site.mesh) if site.is_divided else None
-        self._kernels = attention.Kernels(config.attention, site.platform, self.cache_sharding)
-        # Where programs and the host share cores, nothing is computed while the host waits for it.
-        self.launches_ahead = site.platform not in ("any", "cpu")
-        self._locked = site.locked
-        self.extend = self._jit(self._extend, donate_argnums=1)
-        self.copy = self._jit(self._copy, donate_argnums=0)
-        self.run_chunk = self._jit(self._run_chunk, donate_argnums=1)
+        sharding = cache_sharding(config, site.mesh) if site.is_divided else None
+        whole = sharding and NamedSharding(sharding.mesh, PartitionSpec())  # tokens and progress
+        self.cache_sharding, self._locked = sharding, site.locked
+        self._mesh = cast("Mesh | None", sharding and sharding.mesh)
+        self._kernels = attention.Kernels(config.attention, site.platform, sharding)
+
+        def compiled(program: Callable[..., Any], donated: int, results: Any) -> Any:
+            return site.locked(jax.jit(program, donate_argnums=donated, out_shardings=results))
+
+        self.extend = compiled(self._extend, 1, sharding)
+        self.copy = compiled(self._copy, 0, sharding)
+        self.run_chunk = compiled(self._run_chunk, 1, (whole, sharding, whole))
         unstack = functools.partial(transformer.unstack_layers, config=config)
         self._unstack = site.locked(jax.jit(unstack))
 
@@ -167,9 +171,8 @@ class Programs:
     def where(self, weights: Params) -> Sharding:
         """Return the sharding of arrays that are whole on each device of the weights."""
         found = self.cache_sharding or jax.tree.leaves(weights)[0].sharding
-        if isinstance(found, NamedSharding):
-            return NamedSharding(found.mesh, PartitionSpec())
-        return found
+        is_mesh = isinstance(found, NamedSharding)
+        return NamedSharding(found.mesh, PartitionSpec()) if is_mesh else found
 
     def abstract_cache(self, num_rows: int, where: Sharding | None = None) -> Caches:
         """Return caches as ShapeDtypeStructs, on a mesh sharded by `cache_sharding`.
@@ -177,32 +180,14 @@ class Programs:
         Args:
             where: sharding on one device.
         """
-        where = self.cache_sharding or where
         sizes = num_rows, self.cache_length, self.compute_dtype
         shapes = jax.eval_shape(lambda: kv_cache.empty_layers(self.config, *sizes))
-        return placed_shapes(shapes, jax.tree.map(lambda _: where, shapes)) if where else shapes
+        return jax.tree.map(lambda x: x.update(sharding=self.cache_sharding or where), shapes)
 
     def new_cache(self, num_rows: int, weights: Params) -> Caches:
         """Return caches of zeros on the devices of the weights."""
-        shapes = self.abstract_cache(num_rows, self.where(weights))
-        return self._locked(
-            lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype, device=x.sharding), shapes)
-        )()
-
-    def _jit(self, program: Callable[..., Any], **options: Any) -> Any:
-        sharding = self.cache_sharding
-        if sharding is None:
-            return self._locked(jax.jit(program, **options))
-        whole = NamedSharding(sharding.mesh, PartitionSpec())  # tokens and progress
-
-        def placed(x: Array) -> Array:
-            return jax.lax.with_sharding_constraint(x, sharding if x.ndim > 2 else whole)
-
-        @functools.wraps(program)
-        def constrained(*args: Any) -> Any:
-            return jax.tree.map(placed, program(*args))
-
-        return self._locked(jax.jit(constrained, **options))
+        zeros = self._locked(lambda x: jnp.zeros_like(x, device=x.sharding))
+        return jax.tree.map(zeros, self.abstract_cache(num_rows, self.where(weights)))
 
     def _extend(
         self,
@@ -225,14 +210,18 @@ class Programs:
             prefixes: (row in the pool, number of tokens there, possibly 0) of the first tokens of
                 each prompt; None: no prompt has a prefix.
         """
-        lengths = jnp.asarray(lengths)
-        index = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-        visible = attention.causal(index < lengths[:, None], is_right_padded=True)
-        positions, old = index, tuple[Any, ...]([None] * self.config.num_layers)
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        visible = attention.causal(positions < lengths[:, None], is_right_padded=True)
+        before: tuple[Any, ...] = (None,) * self.config.num_layers
         if prefixes is not None:
-            rows, begins = map(jnp.asarray, prefixes)
-            positions = index + begins[:, None]
-            old = jax.tree.map(lambda x: x[rows], pool)
+            rows, begins = prefixes
+            positions = positions + begins[:, None]
+
+            def prefix(x: Array) -> Array:
+                has_prefix = (begins > 0).reshape(-1, *[1] * (x.ndim - 1))
+                return jnp.where(has_prefix, x[rows], 0)  # a state without tokens is 0
+
+            before = jax.tree.map(prefix, pool)
 
         def append(old: Array, new: Array) -> Array:
             # A start near the end would be moved to the front; so the columns are widened.
@@ -255,13 +244,10 @@ class Programs:
             return attention.attend(q, keys, values, bias, scores), cache
 
         def mix(x: delta.Inputs, before: Any) -> tuple[Array, State]:
-            if before is not None:  # a prompt without a prefix has no state
-                has_state = positions[:, 0] > 0
-                before = jax.tree.map(lambda y: _where(has_state, y, jnp.zeros_like(y)), before)
             return delta.mix(x, visible, before, ends=lengths)
 
         ropes = transformer.rotary(positions, self.config)
-        read = self._run_layers(weights, tokens, positions, ropes, attend, mix, old)[1]
+        read = self._run_layers(weights, tokens, positions, ropes, attend, mix, before)[1]
 
         def of_leaf(pool: Array, new: Array) -> Array:
             at = (len(pool) - self.num_rows, *[0] * (pool.ndim - 1))
@@ -286,7 +272,6 @@ class Programs:
             rows: row of `source` for each copy.
             num: number of copies, at most a.
         """
-        targets, rows = jnp.asarray(targets), jnp.asarray(rows)
 
         def one(i: Array, into: Caches) -> Caches:
             def of_leaf(into: Array, source: Array) -> Array:
@@ -314,98 +299,70 @@ class Programs:
             slots: responses in the slots.
             progress: progress after the previous chunk.
         """
-        slots, progress = jax.tree.map(jnp.asarray, (slots, progress))
-        zero = jnp.zeros_like(slots.first)
-        fresh = Progress(slots.number, slots.first, zero, slots.max_new_tokens > 0)
+        fresh = Progress(slots.number, slots.first, jnp.zeros_like(slots.first))
         is_old = slots.number == progress.number
         progress = jax.tree.map(lambda old, new: jnp.where(is_old, old, new), progress, fresh)
-        num_steps, before = self.chunk_steps, progress.count
-        start = slots.start + before
+        shape = num_steps, num_slots = self.chunk_steps, len(slots.first)
+        before = progress.count
+        start = slots.start + before  # position of the token that each slot reads first
         steps = jnp.arange(num_steps, dtype=jnp.int32)[:, None]
         ropes = transformer.rotary(start[None] + steps, self.config)
         bits = random_bits(slots.keys, before, num_steps)
 
-        def body(carry: _Carry) -> _Carry:
-            angles, words = jax.tree.map(lambda x: x[carry.step], (ropes, bits))
-            return self._step(weights, history, slots, start, angles, words, carry)
+        def is_unfinished(carry: tuple[Any, ...]) -> Bool[Array, ""]:
+            step, progress, *_ = carry
+            return (step < num_steps) & jnp.any(progress.is_live(slots))
 
-        empty = kv_cache.empty_layers(self.config, len(start), num_steps, self.compute_dtype)
-        first = _Carry(
-            step=jnp.int32(0),
-            progress=progress,
-            tokens=jnp.full((num_steps, len(start)), self.pad_id, jnp.int32),
-            logprobs=jnp.zeros((num_steps, len(start)), jnp.float32),
-            recent=tuple(
-                old if isinstance(old, State) else new
-                for old, new in zip(history, empty, strict=True)
-            ),
-        )
-        end = jax.lax.while_loop(
-            lambda carry: (carry.step < num_steps) & jnp.any(carry.progress.is_live), body, first
-        )
-        # States are replaced. Finished slots are written, too, but never read.
-        written = tuple(
-            new
-            if isinstance(new, State)
-            else jax.tree.map(lambda old, new: _written(old, new, start), old, new)
-            for old, new in zip(history, end.recent, strict=True)
-        )
-        num, has_eos = end.progress.count - before, _is_stop(end.progress.last, slots)
-        return (end.tokens, end.logprobs, num, has_eos), written, end.progress
+        def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
+            """Draw one token per slot."""
+            step, (number, last, count), tokens, logprobs, recent = carry
+            is_live = carry[1].is_live(slots)
+            visible = attention.causal(is_live[:, None], is_right_padded=True)
 
-    def _step(
-        self,
-        weights: Params,
-        history: Caches,
-        slots: Slots,
-        start: Int[Array, " n"],
-        angles: Mapping[LayerKind, Any],
-        bits: UInt32[Array, "n 2"],
-        carry: _Carry,
-    ) -> _Carry:
-        """Draw one token per slot.
+            def attend(q: Array, k: Array, v: Array, scores: attention.Scores, caches: Any) -> Any:
+                history, recent = caches
+                return attention.attend_cached(q, k, v, history, start, recent, step, scores)
 
-        Args:
-            history: caches before the chunk.
-            start: position of the token that each slot reads in the first step of the chunk.
-            angles, bits: rotary angles and random words of this step.
-        """
-        step, (number, last, count, is_live) = carry.step, carry.progress
-        is_new = attention.causal(jnp.ones((len(start), 1), bool), is_right_padded=True)
+            def mix(x: delta.Inputs, caches: Any) -> tuple[Array, State]:
+                columns = {name: getattr(x, name)[:, None] for name in ("qkv", "decay", "rate")}
+                # Slots whose response has ended have no token, and keep their state.
+                ends = is_live.astype(jnp.int32)
+                out, state = delta.mix(x._replace(**columns), visible, caches[1], ends)
+                return out[:, 0], state
 
-        def attend(q: Array, k: Array, v: Array, scores: attention.Scores, caches: Any) -> Any:
-            history, recent = caches
-            return attention.attend_cached(q, k, v, history, start, recent, step, scores)
+            angles, words = jax.tree.map(lambda x: x[step], (ropes, bits))
+            caches = tuple(zip(history, recent, strict=True))
+            x, recent = self._run_layers(weights, last, start + step, angles, attend, mix, caches)
+            hidden = transformer.final_norm(weights, x, config=self.config)
+            logits = transformer.unembed(weights, hidden, **self._precision)
+            # Short responses do not stop. An index outside the vocabulary has no effect.
+            is_masked = (count < slots.min_new_tokens)[:, None] & (slots.stop_ids >= 0)
+            columns = jnp.where(is_masked, slots.stop_ids, logits.shape[1])
+            rows = jnp.arange(num_slots)[:, None]
+            logits = logits.at[rows, columns].set(-jnp.inf, mode="drop")
+            settings = slots.temperature, slots.top_p, slots.top_k
+            drawn, logprob = sample_tokens(logits, words, *settings)
+            tokens = tokens.at[step].set(jnp.where(is_live, drawn, self.pad_id))
+            logprobs = logprobs.at[step].set(jnp.where(is_live, logprob, 0))
+            progress = Progress(number, jnp.where(is_live, drawn, last), count + is_live)
+            return step + 1, progress, tokens, logprobs, recent
 
-        def mix(x: delta.Inputs, caches: Any) -> tuple[Array, State]:
-            columns = {name: getattr(x, name)[:, None] for name in ("qkv", "decay", "rate")}
-            out, state = delta.mix(x._replace(**columns), is_new, caches[1])
-            # Slots whose response has ended keep their state.
-            kept = jax.tree.map(lambda new, old: _where(is_live, new, old), state, caches[1])
-            return out[:, 0], kept
+        empty = kv_cache.empty_layers(self.config, num_slots, num_steps, self.compute_dtype)
+        pairs = zip(history, empty, strict=True)
+        recent = tuple(old if isinstance(old, State) else new for old, new in pairs)
+        tokens, logprobs = jnp.full(shape, self.pad_id, jnp.int32), jnp.zeros(shape, jnp.float32)
+        carry = jnp.int32(0), progress, tokens, logprobs, recent
+        carry = jax.lax.while_loop(is_unfinished, body, carry)
+        _, progress, tokens, logprobs, recent = carry
 
-        caches = tuple(zip(history, carry.recent, strict=True))
-        x, recent = self._run_layers(weights, last, start + step, angles, attend, mix, caches)
-        hidden = transformer.final_norm(weights, x, config=self.config)
-        logits = transformer.unembed(
-            weights, hidden, config=self.config, compute_dtype=self.compute_dtype
-        )
-        # Short responses do not stop. An index outside the vocabulary has no effect.
-        is_masked = (count < slots.min_new_tokens)[:, None] & (slots.stop_ids >= 0)
-        columns = jnp.where(is_masked, slots.stop_ids, logits.shape[1])
-        rows = jnp.arange(len(logits))[:, None]
-        logits = logits.at[rows, columns].set(-jnp.inf, mode="drop")
-        tokens, logprobs = sample_tokens(logits, bits, slots.temperature, slots.top_p, slots.top_k)
-        last, count = jnp.where(is_live, tokens, last), count + is_live
-        goes_on = is_live & ~_is_stop(last, slots) & (count < slots.max_new_tokens)
-        drawn, logprobs = jnp.where(is_live, tokens, self.pad_id), jnp.where(is_live, logprobs, 0)
-        return _Carry(
-            step=step + 1,
-            progress=Progress(number, last, count, goes_on),
-            tokens=carry.tokens.at[step].set(drawn),
-            logprobs=carry.logprobs.at[step].set(logprobs),
-            recent=recent,
-        )
+        def append(old: LayerCache, new: LayerCache) -> LayerCache:
+            if isinstance(new, State):
+                return new
+            # Finished slots are written, too, but never read.
+            return jax.tree.map(lambda old, new: _written(old, new, start), old, new)
+
+        drawn = tokens, logprobs, progress.count - before, progress.has_stopped(slots)
+        return drawn, tuple(map(append, history, recent)), progress
 
     def _run_layers(
         self,
@@ -425,39 +382,27 @@ class Programs:
             mix: (inputs of the delta rule, state before) -> (output, state).
             caches: cache of each layer before these tokens.
         """
-        config, sharding = self.config, self._kernels.sharding
-        mesh = None if sharding is None else cast("jax.sharding.Mesh", sharding.mesh)
+        config, found = self.config, []
 
-        def layer(params: Params, x: Array, angles: Any, cache: Any, kind: LayerKind) -> Any:
+        # An inner jit traces each kind of layer once; XLA inlines it.
+        @functools.partial(jax.jit, static_argnames="kind")
+        def run(params: Params, x: Array, angles: Any, cache: Any, kind: LayerKind) -> Any:
             def use(*inputs: Any) -> Any:
                 if kind == "delta":
                     return mix(*inputs, cache)
                 *qkv, sinks = inputs
                 return attend(*qkv, transformer.scores_of(kind, config, sinks), cache)
 
-            return transformer.run_layer(params, x, angles, use, config=config, mesh=mesh)
+            return transformer.run_layer(params, x, angles, use, config=config, mesh=self._mesh)
 
-        # An inner jit traces each kind of layer once; XLA inlines it.
-        run, found = jax.jit(layer, static_argnames="kind"), []
-        x = transformer.embed(
-            weights, tokens, positions, config=config, compute_dtype=self.compute_dtype
-        )
+        x = transformer.embed(weights, tokens, positions, **self._precision)
         for params, kind, cache in zip(weights["layers"], config.layer_kinds, caches, strict=True):
             x, new = run(params, x, ropes[kind], cache, kind=kind)
             found.append(new)
         return x, tuple(found)
 
 
-def _where(mask: Bool[Array, " n"], x: Array, y: Array) -> Array:
-    """Return `x` in the rows of the mask and `y` in the others."""
-    return jnp.where(mask.reshape(-1, *[1] * (x.ndim - 1)), x, y)
-
-
 @jax.vmap
 def _written(old: Array, new: Array, at: Array) -> Array:
     """Return caches [n g c e] with columns [n g m e] written from column at [n] of each row."""
     return jax.lax.dynamic_update_slice(old, new, (0, at, 0))
-
-
-def _is_stop(tokens: Int[Array, " n"], slots: Slots) -> Bool[Array, " n"]:
-    return jnp.any(tokens[:, None] == slots.stop_ids, axis=1)

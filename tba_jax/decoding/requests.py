@@ -65,13 +65,13 @@ class Response(NamedTuple):
 
     request: int
     sample: int
-    tokens: np.ndarray
-    token_logprobs: np.ndarray
-    has_eos: bool
-    version_min: int
-    version_max: int
-    temperature: float
-    token_versions: np.ndarray
+    tokens: np.ndarray = np.zeros(0, np.int32)
+    token_logprobs: np.ndarray = np.zeros(0, np.float32)
+    has_eos: bool = False
+    version_min: int = 0
+    version_max: int = 0
+    temperature: float = 1.0
+    token_versions: np.ndarray = np.zeros(0, np.int32)
 
 
 @dataclasses.dataclass

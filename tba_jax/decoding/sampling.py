@@ -82,7 +82,7 @@ def sample_tokens(
     # Every use begins with this padding, so that XLA fuses it and stores no array of size v.
     filled = jnp.pad(logits, ((0, 0), (0, -v % size)), constant_values=-jnp.inf)
     blocks = filled.reshape(b, -1, size)
-    block_max = _of_blocks(blocks, jnp.max)
+    block_max = jax.lax.optimization_barrier(jnp.max(blocks, axis=-1))
     peak = jnp.max(block_max, axis=-1)[:, None, None]
     is_greedy = temperature == 0
     divisor = jnp.where(is_greedy, 1, temperature)[:, None, None]
@@ -113,7 +113,7 @@ def _draw(
     blocks: Float32[Array, "b n e"], weights: Callable[[Array], Array], bits: UInt32[Array, "b 2"]
 ) -> tuple[Int32[Array, " b"], Float32[Array, " b"]]:
     """Return (token, log-prob) of a draw in proportion to weights(blocks)."""
-    sums = _of_blocks(blocks, lambda x, axis: jnp.sum(weights(x), axis=axis))
+    sums = _block_sums(weights(blocks))
     block = _invert(_fixed_point(sums), bits[:, 0])
     entries = weights(_entries(blocks, block)[:, None])[:, 0]
     entry = _invert(_fixed_point(entries), bits[:, 1])
@@ -133,12 +133,9 @@ def _least_kept_weight(
 
     def total(t: Float32[Array, " b"], counts: bool) -> Float32[Array, " b"]:
         """Return the count or the mass of the weights that are at least t."""
-
         # Counts up to 2^24 are exact in float32, and CPUs sum float32 faster than integers.
-        def values(w: Array, axis: int) -> Array:
-            return jnp.sum(jnp.where(w >= t[:, None, None], 1 if counts else w, 0.0), axis=axis)
-
-        return jnp.sum(_of_blocks(weights, values), axis=-1)
+        kept = jnp.where(weights >= t[:, None, None], 1 if counts else weights, 0.0)
+        return jnp.sum(_block_sums(kept), axis=-1)
 
     def largest(wanted: Float32[Array, " b"], counts: bool) -> Float32[Array, " b"]:
         def refine(i: Array, pattern: Array) -> Array:
@@ -190,15 +187,10 @@ def _high_product(a: UInt32[Array, " b"], b: UInt32[Array, " b"]) -> UInt32[Arra
     return a_high * b_high + (cross_a >> 16) + (cross_b >> 16) + (carry >> 16)
 
 
-def _of_blocks(
-    blocks: Float32[Array, "b n e"], reduce: Callable[..., Array]
-) -> Float32[Array, "b n"]:
-    """Return reduce(blocks, axis=-1).
-
-    The barrier prevents XLA from merging this sum with a later sum over the blocks: the merged sum
-    would read all v entries again, as one long float32 sum.
-    """
-    return jax.lax.optimization_barrier(reduce(blocks, axis=-1))
+def _block_sums(blocks: Float32[Array, "b n e"]) -> Float32[Array, "b n"]:
+    # The barrier prevents XLA from merging this sum with a later sum over the blocks: the merged
+    # sum would read all v entries again, as one long float32 sum.
+    return jax.lax.optimization_barrier(jnp.sum(blocks, axis=-1))
 
 
 def _entries(blocks: Float32[Array, "b n e"], block: Int32[Array, " b"]) -> Float32[Array, "b e"]:

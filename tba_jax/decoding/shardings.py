@@ -26,21 +26,20 @@ def weight_shardings(
         ValueError: the mesh does not divide the model.
     """
     axes, shapes = transformer.param_axes(config), transformer.abstract_params(config)
-    found = dict(tree_shardings(axes, shapes, mesh))
+    found = tree_shardings(axes, shapes, mesh)
 
     def of_layer(kind: LayerKind) -> dict[str, NamedSharding]:
-        parts = {}
-        for name in (x for x in shapes["layers"] if has_leaf(kind, x)):
-            is_matrix, names = name in quantized.MATRICES, axes["layers"][name]
-            spec = found["layers"][name].spec
-            spec = (*spec, *[None] * (len(names) - len(spec)))
+        specs = dict[str, tuple[Any, ...]]()
+        for name, where in found["layers"].items():
+            if not has_leaf(kind, name):
+                continue
             # In matrices, heads and head_dim are merged; whole heads divide the merged axis.
-            at = [i for i, x in enumerate(names) if i and not (is_matrix and x == "head_dim")]
-            parts[name] = NamedSharding(mesh, PartitionSpec(*(spec[i] for i in at)))
-            if is_matrix and quantization != "none":
-                of_scale = (spec[i] for i in (*at[:-2], at[-1]))
-                parts[quantized.scale_name(name)] = NamedSharding(mesh, PartitionSpec(*of_scale))
-        return parts
+            merged = "head_dim" if name in quantized.MATRICES else ""
+            parts = zip(axes["layers"][name][1:], where.spec[1:], strict=True)
+            specs[name] = spec = tuple(part for axis, part in parts if axis != merged)
+            if name in quantized.MATRICES and quantization != "none":
+                specs[quantized.scale_name(name)] = (*spec[:-2], spec[-1])
+        return {name: NamedSharding(mesh, PartitionSpec(*spec)) for name, spec in specs.items()}
 
     return {**found, "layers": tuple(of_layer(kind) for kind in config.layer_kinds)}
 
