@@ -3,6 +3,7 @@
 
 import functools
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -129,109 +130,36 @@ def assert_close(got, want):
     np.testing.assert_allclose(got, want, rtol=0, atol=TOLERANCE * np.abs(want).max())
 
 
-# What makes a tiny transformer one of its family.
-_OLD_FAMILY = {
-    "norm": "layer",
-    "gated_mlp": False,
-    "qkv_bias": True,
-    "o_bias": True,
-    "mlp_bias": True,
-    "num_kv_heads": 4,
-    "head_dim": 4,
-}
-_GEMMA = {
-    "norms": "both",
-    "norm_offset": True,
-    "scaled_embeddings": True,
-    "activation": "gelu_tanh",
-    "score_divisor": 12,
-    "window": 4,
-}
-_QWEN3_5 = {
-    "num_layers": 4,
-    "pattern": ("delta", "delta", "full"),
-    "head_dim": 8,
-    "rotary_fraction": 0.25,
-    "qk_norm": True,
-    "norm_offset": True,
-    "attention_gate": True,
-    "delta_key_heads": 2,
-    "delta_value_heads": 4,
-    "delta_key_dim": 6,
-    "delta_value_dim": 4,
-    "delta_taps": 4,
-}
-_EXPERTS = {"num_experts": 4, "experts_per_token": 2, "normalised_experts": True}
+def golden_settings(name, **changes):
+    """The config.json of a golden model, with other settings."""
+    return json.loads((GOLDEN / name / "config.json").read_text()) | changes
+
+
+# The plainest golden model of each family.
 FAMILIES = {
-    "llama": {},
-    "qwen2": {"qkv_bias": True},
-    "qwen3": {"qk_norm": True},
-    "qwen3_moe": _EXPERTS | {"qk_norm": True},
-    "gemma2": _GEMMA | {"attention_cap": 4.0, "logits_cap": 6.0, "pattern": ("window", "full")},
-    "gemma3_text": _GEMMA
-    | {
-        "num_layers": 4,
-        "qk_norm": True,
-        "pattern": ("window", "window", "full"),
-        "window_rope_theta": 100.0,
-    },
-    "mistral": {"pattern": ("window",), "window": 4},
-    "olmo3": {
-        "norms": "post",
-        "qk_norm": True,
-        "qk_norm_is_whole": True,
-        "pattern": ("window", "full"),
-        "window": 4,
-    },
-    "gpt_oss": _EXPERTS
-    | {
-        "num_layers": 3,
-        "pattern": ("window", "full"),
-        "window": 4,
-        "activation": "clamped_swiglu",
-        "qkv_bias": True,
-        "o_bias": True,
-        "mlp_bias": True,
-        "sinks": True,
-        "router_bias": True,
-        "tie_embeddings": False,
-    },
-    "qwen3_5_text": _QWEN3_5,
-    "qwen3_5_moe_text": _QWEN3_5 | _EXPERTS | {"shared_size": 12},
-    "gpt_neox": _OLD_FAMILY
-    | {
-        "activation": "gelu",
-        "parallel_residual": True,
-        "rotary_fraction": 0.5,
-        "tie_embeddings": False,
-    },
-    "gpt2": _OLD_FAMILY | {"activation": "gelu_tanh", "positions": "learned"},
+    golden_settings(path.parent.name)["model_type"]: path.parent.name
+    for path in sorted(GOLDEN.glob("*/config.json"), reverse=True)
 }
+FAMILIES = {family: name for family, name in FAMILIES.items() if family in families.FAMILIES}
 
 # A family for each kind of layer: full, windows, windows with sinks and experts, delta.
 KINDS = ("qwen2", "gemma3_text", "gpt_oss", "qwen3_5_text")
 
 
-def tiny_config(**changes):
+def tiny_config(family="", **changes):
     """A transformer of two layers, 16 wide, 4 query heads on 2 key/value heads, 23 tokens.
 
-    Without `family` it is a Qwen2 when it has a query bias alone, else a Llama.
+    Without `family` it is a Qwen2 when it has a query bias, else a Llama. With one it has the
+    architecture of its golden model.
     """
-
-    has_qkv_bias_alone = changes.get("qkv_bias") and not changes.get("o_bias")
-    family = changes.get("family", "qwen2" if has_qkv_bias_alone else "llama")
-    values = {
-        "vocab_size": 23,
-        "hidden_size": 16,
-        "num_layers": 2,
-        "num_heads": 4,
-        "num_kv_heads": 2,
-        "head_dim": 6,
-        "mlp_size": 20,
-        "max_positions": 64,
-        "family": family,
-    }
-    return TransformerConfig(**(values | FAMILIES.get(family, {}) | changes))
+    sizes = {"vocab_size": 23, "max_positions": 64}
+    if family:
+        golden = families.transformer_config(golden_settings(FAMILIES[family]))
+        return replace(golden, **(sizes | changes))
+    sizes |= {"hidden_size": 16, "num_layers": 2, "num_heads": 4, "num_kv_heads": 2}
+    sizes |= {"head_dim": 6, "mlp_size": 20}
+    sizes["family"] = "qwen2" if changes.get("qkv_bias") else "llama"
+    return TransformerConfig(**(sizes | changes))
 
 
 def random_params(config, seed=0):
@@ -307,11 +235,6 @@ def write_word_tokenizer(folder, size, *, eos, pad, shift=0):
         "clean_up_tokenization_spaces": False,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-
-
-def golden_settings(name, **changes):
-    """The config.json of a golden model, with other settings."""
-    return json.loads((GOLDEN / name / "config.json").read_text()) | changes
 
 
 def make_folder(path, name="llama", **changes):

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The transformer: padding and numerics; parity with transformers is in test_families."""
 
-import dataclasses
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -73,8 +71,6 @@ def test_each_kind_of_layer_is_traced_once(monkeypatch):
 @pytest.mark.parametrize("family", ["llama", *KINDS[1:], "gpt_neox"])
 def test_every_parameter_reaches_the_logits(family):
     config = tiny_config(family=family, tie_embeddings=False)
-    if family == "llama":  # the only one whose biases are all optional
-        config = dataclasses.replace(config, qkv_bias=True, o_bias=True, mlp_bias=True)
     tokens = jax.random.randint(jax.random.key(1), (2, 8), 0, config.vocab_size)
 
     def loss(params):
