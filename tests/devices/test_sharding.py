@@ -1,25 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The table of axes, and decoding on a tensor-parallel mesh against one device."""
+"""The table of axes, and where it puts the parameters of each family."""
 
-import fake_models
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from fake_models import FAMILIES, TINY_LOGIT, logprob_bound, random_params, tiny_config
+from fake_models import FAMILIES, tiny_config
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from tba_jax.decoding.engine import Decoder
-from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.decoding.shardings import weight_shardings
 from tba_jax.devices.sharding import partition_spec, tree_shardings
-from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.models import transformer
-
-# Two key/value heads: divided over 2 devices; on 4, two devices share one.
-CONFIG = tiny_config(qkv_bias=True, head_dim=8, mlp_size=24, vocab_size=64)
-PROMPTS = [np.array(p, np.int32) for p in ([3, 4, 5], [6], [7, 8, 9, 10, 11])]
 
 
 def mesh(**axes):
@@ -72,40 +63,3 @@ def test_every_parameter_of_every_family_has_a_sharding_that_fits(family):
             del spec[1 if name.removeprefix("delta_") == "o" else 2]
         having = [layer[name] for layer in unstacked["layers"] if name in layer]
         assert having and all(found.spec == P(*spec) for found in having), name
-
-
-def decoded(parts):
-    weights, site = transformer.unstack_layers(random_params(CONFIG), CONFIG), ANY_DEVICE
-    if parts > 1:
-        site = Site(mesh(model=parts))
-        weights = jax.device_put(weights, weight_shardings(CONFIG, site.mesh))
-        assert len(weights["layers"][0]["q"].addressable_shards) == parts
-    decoder = Decoder(
-        CONFIG,
-        compute_dtype=jnp.float32,
-        eos_ids=(0, 1),
-        pad_id=2,
-        prompt_tokens=6,
-        max_length=16,
-        chunk_steps=4,
-        site=site,
-    )
-    return fake_models.decode(
-        decoder,
-        weights,
-        PROMPTS,
-        num_samples=2,
-        key=jax.random.key(3),
-        settings=SamplingSettings(max_new_tokens=10, temperature=1.0),
-    )
-
-
-@pytest.mark.parametrize("parts", [2, pytest.param(4, marks=pytest.mark.slow)])
-def test_a_tensor_parallel_decoder_equals_one_device(parts):
-    """The seed is fixed: a draw within float32 rounding of a boundary would show at once."""
-    wanted, out = (decoded(n) for n in (1, parts))
-    assert wanted.lengths.max() > 4  # more than one chunk
-    np.testing.assert_array_equal(out.tokens, wanted.tokens)
-    np.testing.assert_array_equal(out.lengths, wanted.lengths)
-    bound = logprob_bound(CONFIG, 16, TINY_LOGIT)
-    np.testing.assert_allclose(out.token_logprobs, wanted.token_logprobs, rtol=0, atol=bound)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fake_batches import slow
 from fake_models import (
     KINDS,
     assert_equal,
@@ -81,16 +82,14 @@ def test_the_next_token_is_distributed_nearly_as_with_exact_weights():
 
 
 @functools.cache
-def decoded(num_devices):
-    weights = quantize(apart(), "int8")
+def decoded(num_devices, quantization):
+    weights = quantize(apart(), quantization)
     site = any_device()
     if num_devices > 1:
         mesh = Mesh(np.array(jax.devices()[:num_devices]), ("model",))
         site = Site(mesh)
-        shardings = weight_shardings(CONFIG, mesh, "int8")
-        assert shardings["layers"][0]["up_scale"].spec == PartitionSpec("model")
-        assert shardings["layers"][0]["o_scale"].spec == PartitionSpec(None)
-        weights = jax.device_put(weights, shardings)
+        weights = jax.device_put(weights, weight_shardings(CONFIG, mesh, quantization))
+        assert len(weights["layers"][0]["q"].addressable_shards) == num_devices
     decoder = tiny_decoder(CONFIG, eos_ids=(0,), max_length=16, site=site)
     settings, key = SamplingSettings(max_new_tokens=8), jax.random.key(3)
     options = {"num_samples": 2, "key": key, "settings": settings}
@@ -98,15 +97,20 @@ def decoded(num_devices):
 
 
 def test_behaviour_log_probs_are_those_of_the_quantised_policy():
-    found, weights = decoded(1), quantize(apart(), "int8")
+    found, weights = decoded(1, "int8"), quantize(apart(), "int8")
     for i, j in np.ndindex(found.lengths.shape):
         n = found.lengths[i, j]
         wanted = logprobs_of(CONFIG, weights, PROMPTS[i], found.tokens[i, j, :n])
         np.testing.assert_allclose(found.token_logprobs[i, j, :n], wanted, rtol=0, atol=2e-5)
 
 
-def test_a_quantised_tensor_parallel_decoder_equals_one_device():
-    one, two = decoded(1), decoded(2)
+@pytest.mark.parametrize(
+    ("num_devices", "quantization"), [(2, "int8"), slow(2, "none"), slow(4, "none")]
+)
+def test_a_tensor_parallel_decoder_equals_one_device(num_devices, quantization):
+    """On four devices two share a key/value head."""
+    one, two = decoded(1, quantization), decoded(num_devices, quantization)
+    assert one.lengths.max() > 4  # more than one chunk
     np.testing.assert_array_equal(one.tokens, two.tokens)
     np.testing.assert_allclose(one.token_logprobs, two.token_logprobs, rtol=0, atol=2e-5)
 
@@ -118,6 +122,8 @@ def test_a_publication_is_quantised_on_the_trainers_devices_and_delivered_so():
     published = weight_shardings(CONFIG, trainer, "int8")
     program = make_publish_program(jnp.dtype(jnp.bfloat16), layout, published, "int8")
     wanted = weight_shardings(CONFIG, searcher, "int8")
+    assert wanted["layers"][0]["up_scale"].spec == PartitionSpec("model")
+    assert wanted["layers"][0]["o_scale"].spec == PartitionSpec(None)
     weights = Weights(program, [wanted])
     params = random_params(CONFIG)
     weights.publish(3, params)

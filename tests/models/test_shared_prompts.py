@@ -2,7 +2,7 @@
 """A prompt computed once for its responses gives what rows of their own give.
 
 Contract: log-probs, states and gradients of each kind of layer in every layout, with rows of
-padding; and flash attention, which repeats the prompt.
+padding; every parameter has a gradient; and flash attention, which repeats the prompt.
 """
 
 import functools
@@ -74,6 +74,8 @@ def test_every_layout_has_the_numbers_and_gradients_of_rows_of_their_own(family,
             chex.assert_trees_all_close(each, wanted, rtol=1e-6, atol=1e-6)
             chex.assert_trees_all_close(gradient, wanted_gradient, rtol=1e-5, atol=2e-5)
     assert np.abs(wanted).max() > 1
+    for path, x in jax.tree_util.tree_leaves_with_path(wanted_gradient):
+        assert np.abs(x).max() > 0, jax.tree_util.keystr(path)
 
 
 @pytest.mark.parametrize("window", [None, 4])

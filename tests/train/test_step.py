@@ -133,7 +133,7 @@ CASES = [
     ("grpo", {**PACKED, **PARTS}),
     ("ppo", {**PACKED, **SHARED, **WHOLE}),
     slow("ppo", PARTS),
-    ("tb learned", {**SHARED, **PARTS}),
+    slow("tb learned", {**SHARED, **PARTS}),
     slow("tb learned", {**PACKED, **SHARED}),
 ]
 
