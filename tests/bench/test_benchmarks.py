@@ -5,7 +5,6 @@ import datetime
 import importlib
 import json
 import shlex
-import sys
 
 import pytest
 
@@ -13,14 +12,6 @@ from tba_jax.bench import accelerator, harness
 from tba_jax.bench.harness import SHAPES
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.planning import roofline
-
-# A side: its behaviour is in the job.
-SIDE = """
-import json, pathlib, sys
-job = json.loads(pathlib.Path(sys.argv[1]).read_text())
-exec(job["code"])
-pathlib.Path(job["result"]).write_text(json.dumps({"side": job["side"]}))
-"""
 
 
 def test_work_of_decoding_by_hand():
@@ -80,19 +71,6 @@ def test_a_result_has_its_command_date_and_table(capsys):
     assert "workload.size: 3" in lines
     table = [line.split() for line in lines[-4:-1]]
     assert table == [["run_s", "used_bytes"], ["tba_jax", "4"], ["naive", "2.5", "2", "MiB"]]
-
-
-def test_a_side_returns_its_result_or_one_error(tmp_path, capsys, monkeypatch):
-    def side(code):
-        return harness.run_side("mine", {"code": code}, tmp_path, [sys.executable, "-c", SIDE])
-
-    assert side("") == {"side": "mine"}
-    with pytest.raises(ValueError, match="mine failed with exit code 1: ZeroDivisionError"):
-        side("1/0")
-    assert "Traceback" in capsys.readouterr().err
-    monkeypatch.setattr(harness, "TIMEOUT_S", 0.5)
-    with pytest.raises(ValueError, match=r"mine took more than 0.5 s"):
-        side("import time; time.sleep(60)")
 
 
 LOADS = {

@@ -20,7 +20,6 @@ from tba_jax.devices import site as site_module
 from tba_jax.devices.site import Site
 from tba_jax.evaluation.metrics import make_distance_program
 from tba_jax.models import attention, cudnn_attention, splash, transformer
-from tba_jax.models.kv_cache import KVCache
 from tba_jax.models.scoring import Scoring
 from tba_jax.search.start_data import make_start_program
 
@@ -252,28 +251,6 @@ def test_cudnn_equals_the_einsum(has_sinks, window):
     visible = attention.causal(jnp.asarray(MASK))
     got, wanted = (run(visible, implementation=name)[MASK] for name in ("cudnn", "xla"))
     np.testing.assert_allclose(*(x.astype(np.float32) for x in (got, wanted)), atol=2e-2, rtol=2e-2)
-
-
-def test_one_token_over_both_parts_of_the_cache_is_attention_over_all():
-    """Slots with 0, 1, 16, 17 and 40 tokens of earlier chunks."""
-    n, columns, recent, index = 5, 40, 8, 3
-    lengths = np.array([0, 1, 16, 17, 40], np.int32)
-    q, k, v = arrays((n, G, R, E), (n, G, E), (n, G, E))
-    old = KVCache(*arrays((n, G, columns, E), (n, G, columns, E), seed=1))
-    new = KVCache(*arrays((n, G, recent, E), (n, G, recent, E), seed=2))
-    attend = jax.jit(attention.attend_cached)
-    out, new = attend(q, k, v, old, jnp.asarray(lengths), new, jnp.int32(index))
-    np.testing.assert_array_equal(new.keys[:, :, index], k)
-    np.testing.assert_array_equal(new.values[:, :, index], v)
-    for slot, length in enumerate(lengths):
-        keys, values = (
-            np.concatenate([x[slot, :, :length], y[slot, :, : index + 1]], axis=1).swapaxes(0, 1)
-            for x, y in zip(old, new, strict=True)
-        )
-        is_seen = np.ones((1, 1, len(keys)), bool)
-        wanted = formula(q[slot][None, None], keys[None], values[None], None, is_seen)[0, 0]
-        # Rounding of float32 sums in another order.
-        np.testing.assert_allclose(out[slot], wanted, atol=1e-5, rtol=1e-5)
 
 
 def test_kernels_run_on_each_devices_part_of_a_mesh():
