@@ -2,10 +2,9 @@
 """Metrics by their definitions: wins, distances, success and diversity of attacks."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from fake_models import random_params, tiny_config
+from fake_models import logprobs_of, random_params, teacher_forced, tiny_config
 from red_team_models import write_minilm
 
 from tba_jax.evaluation import metrics as evaluation_metrics
@@ -134,22 +133,6 @@ def test_win_rate_is_strict_and_references_are_scored_once():
     assert judge.asked[1][0] == ["prompt 0", "prompt 0", "prompt 1", "prompt 1"]
 
 
-def distributions(config, params, row):
-    """float64 [s v]: logits of one row without padding."""
-    tokens = jnp.asarray(row)[None]
-    positions = jnp.arange(len(row))[None]
-    hidden = transformer.apply(
-        params, tokens, positions, tokens >= 0, config=config, compute_dtype=jnp.float32
-    )
-    logits = transformer.unembed(params, hidden, config=config, compute_dtype=jnp.float32)
-    return np.asarray(logits[0], np.float64)
-
-
-def log_softmax(x):
-    x = x - x.max(-1, keepdims=True)
-    return x - np.log(np.exp(x).sum(-1, keepdims=True))
-
-
 @pytest.mark.parametrize("in_parts", [False, True])
 def test_reference_distance_is_its_definition_row_by_row(in_parts, monkeypatch):
     config = tiny_config()
@@ -166,14 +149,13 @@ def test_reference_distance_is_its_definition_row_by_row(in_parts, monkeypatch):
         prompt = given.prompts[i].tokens
         n = given.lengths[i, j]
         response = given.tokens[i, j, :n]
-        row = np.concatenate([prompt, response])
-        ours, theirs = (
-            distributions(config, p, row)[len(prompt) - 1 : -1] for p in (policy, reference)
-        )
-        nll = -log_softmax(theirs)[np.arange(n), response].sum()
+        nll = -logprobs_of(config, reference, prompt, response).sum()
         rows["perplexity"].append(np.exp(nll / n))
         rows["perplexity_diluted"].append(np.exp(nll / (n + len(prompt))))
-        p, q = log_softmax(ours / temperature), log_softmax(theirs / temperature)
+        p, q = (
+            teacher_forced(config, params, prompt, response, temperature)
+            for params in (policy, reference)
+        )
         rows["kl_to_reference"].append((np.exp(p) * (p - q)).sum())
         rows["kl_from_reference"].append((np.exp(q) * (q - p)).sum())
     assert got == pytest.approx({k: np.mean(v) for k, v in rows.items()}, rel=TOLERANCE)

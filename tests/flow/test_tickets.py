@@ -6,13 +6,11 @@ import math
 
 import numpy as np
 import pytest
-from fake_groups import assert_same_trajectory
 from fake_tickets import make_report, make_result
 
 from tba_jax.flow.state import pack_arrays, unpack_arrays
 from tba_jax.flow.tickets import check_result, summarise
 from tba_jax.flow.trajectory import Group
-from tba_jax.remote.messages import decode, encode
 
 ARRAYS = {
     "odd": np.arange(3, dtype=np.uint8),
@@ -41,21 +39,6 @@ def test_whatever_byte_is_damaged_it_is_refused():
         for damaged in (data[:at], data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]):
             with pytest.raises(ValueError, match="checksum"):
                 unpack_arrays(damaged)
-
-
-def test_encoded_results_come_back_exactly():
-    sent = [
-        make_result(3, version=2, searcher=1, rejected={3: {"reward_error": 2}}),
-        make_result(4, rewards={4: [0.5, -1.0]}),
-    ]
-    found = decode(encode(sent))
-    for a, b in zip(sent, found, strict=True):
-        assert (a.number, a.version, a.report) == (b.number, b.version, b.report)
-        assert a.generated == b.generated and a.group.rejected == b.group.rejected
-        assert a.group.prompt.columns == b.group.prompt.columns
-        for y, z in zip(a.group.trajectories, b.group.trajectories, strict=True):
-            assert_same_trajectory(y, z)
-    assert found[0].generated == 4
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 
 import numpy as np
 import pytest
-from fake_groups import make_prompt
+from fake_groups import assert_same_trajectory, make_prompt
 from fake_tickets import IDENTITY, House, make_result, shard_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -84,11 +84,16 @@ class Process:
 def test_messages_come_back_as_they_were_and_damaged_ones_are_refused():
     ticket = EvaluationTicket(4, 8, ())
     shards = [EvaluationResult(4, 8, shard_of(ticket, "a")), EvaluationResult(4, 9, None)]
-    mail = Mail(1, 3, 4, 1.5, results=(make_result(3), *shards, make_result(4)))
+    result = make_result(3, version=2, searcher=1, rejected={3: {"reward_error": 2}})
+    mail = Mail(1, 3, 4, 1.5, results=(result, *shards, make_result(4)))
     data = encode(mail)
     found = decode(data, Mail)
     assert encode(found) == data and list(found.results[1:3]) == shards
     assert found[:4] == (1, 3, 4, 1.5)
+    (number, of, group, *report), other = found.results[0], result.group
+    assert (number, of, *report) == (3, 2, *result[3:]) and group.rejected == other.rejected
+    for y, z in zip(group.trajectories, other.trajectories, strict=True):
+        assert_same_trajectory(y, z)
     columns = {"answer": 2**70, "text": "a\ud800", "of": {"b": [None, True, 0.5]}}
     prompt = make_prompt(4)
     given = Ticket(1, prompt, (np.array([5, 6], np.int32), np.array([], np.int32)))

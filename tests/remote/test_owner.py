@@ -4,9 +4,9 @@
 import numpy as np
 import pytest
 from fake_groups import make_prompt
-from fake_tickets import IDENTITY, House, Numbered, S, make_result, shard_of
+from fake_tickets import IDENTITY, House, Numbered, S, make_result
 
-from tba_jax.flow.tickets import DecodeCounts, EvaluationResult, Ticket
+from tba_jax.flow.tickets import DecodeCounts, Ticket
 from tba_jax.remote import owner as owners
 from tba_jax.remote.channel import RunEnded
 from tba_jax.remote.messages import Mail, encode
@@ -58,29 +58,6 @@ def test_a_message_with_a_bad_result_leaves_no_trace():
         house.owner.put(0, [make_result(0, rewards={0: [np.nan, 0.0]})])
     assert house.owner.ledger() == {"generated": 0, "waiting": 0, "lost": 0}
     assert not house.owner.take(0, 0, 0) and house.owner.num_under_way == 1
-
-
-def test_tickets_of_a_lost_searcher_are_issued_again_and_the_first_result_counts():
-    house = House()
-    join(house, 0)
-    join(house, 1)
-    taken = house.owner.take(0, 3, 0)
-    lose(house, 0)
-    lose(house, 0)  # known already
-    assert house.owner.ledger()["lost"] == 3 * S
-    put(house, 0, 1)  # it was only slow
-    assert house.owner.ledger() == {"generated": 3 * S, "waiting": S, "lost": 2 * S}
-    again = house.owner.take(1, 3, 0)
-    assert numbers(again) == [0, 2, 3]
-    assert again[1].prompt.prompt_id == taken[2].prompt.prompt_id
-    put(house, 0, 2)  # the first one again, before the second
-    put(house, 1, 0, 2, 3)
-    house.merge()
-    assert house.merged == [0, 1, 2, 3]
-    metrics = house.owner.metrics()
-    assert (metrics["fleet/searchers_lost"], metrics["fleet/searchers"]) == (1, 1)
-    assert (metrics["fleet/lost"], metrics["fleet/duplicates"]) == (2, 1)
-    house.check()
 
 
 def test_a_silent_process_is_lost_until_its_next_message():
@@ -200,39 +177,6 @@ def test_given_responses_come_first_and_once():
     house.given = ()  # a resumed run does not read them again
     house.restore()
     assert house.owner.num_given == 3 and numbers(house.owner.take(0, 1, 0)) == [4]
-
-
-def test_shards_of_a_lost_searcher_and_of_dropped_weights_go_to_another():
-    house = House()
-    join(house, 0)
-    join(house, 1)
-    house.evaluations.request(3)
-    house.evaluations.request(7)
-
-    def take(searcher):
-        work = house.owner.take(searcher, 0, -1)
-        return work[0] if work else None
-
-    def answer(searcher, ticket, who):
-        shard = None if who is None else shard_of(ticket, who)
-        house.owner.put(searcher, [EvaluationResult(ticket.version, ticket.first, shard)])
-
-    first, second = take(0), take(1)
-    assert (first[:2], second[:2]) == ((3, 0), (3, 1))
-    assert take(0) is None  # it has one
-    for _ in range(2):  # the second is a duplicate
-        answer(1, second, "second")
-    lose(house, 0)
-    assert take(1) == first
-    answer(0, first, "first")  # it was only slow
-    answer(1, first, "second")
-    answer(1, take(1), None)
-    assert house.evaluations.versions == (3, 7) and not house.evaluations.poll()
-    while (ticket := take(1)) is not None:
-        answer(1, ticket, "second")
-    found = house.evaluations.poll()
-    assert [version for version, _ in found] == [3, 7] and house.evaluations.versions == ()
-    assert found[0][1] == [(0, "first"), *((i, "second") for i in range(1, 5))]
 
 
 def test_a_process_of_another_run_or_of_none_is_told_so():
