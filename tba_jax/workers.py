@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Processes that run users' code: reward functions and environments.
 
-Users' code may hang, raise, crash, or start other processes. A worker is a process with a private
-socket, a log file and a process group of its own, which is killed with it. Jobs (calls of rewards,
-episodes of environments) share the workers of a pool. Workers import neither jax nor transformers.
-This is no sandbox: a child process can leave the process group.
+A worker is a process with a private socket, a log file and a process group, which is killed with
+it. Jobs (calls of rewards, episodes of environments) share the workers of a pool. Workers import
+neither jax nor transformers. This is no sandbox: a child process can leave the process group.
 
-Invariant: every message to a worker gets an answer or a named failure. A message that gets no
-answer before its deadline ends its worker, and costs the jobs of that worker and nothing else.
+Deadline: a message is late when its worker has been free for `timeout_s` without answering it.
+A worker is free for a message when the message is sent, and when the worker answers another job.
+A coroutine that waits for ever keeps its worker free; it is late after `MOST_DEADLINES` deadlines.
+
+Invariant: every message gets an answer or a named failure. A late message ends its worker, and
+costs the jobs of that worker and nothing else.
 """
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import importlib
 import itertools
@@ -33,14 +37,16 @@ from typing import Any
 
 START_TIMEOUT_S = 60.0
 """Seconds for the start of a worker and the import of the user's module, on a busy machine."""
+MOST_DEADLINES = 10
+"""Number of deadlines after which a coroutine that waits for ever is late."""
 MOST_ANSWER_BYTES = 2**24
 """Maximum size of an answer; a worker that sends more is killed."""
 MAX_MEMORY_BYTES = 16 * 2**30
 """Limit of the memory that a worker allocates."""
+_TICK_S = 0.5  # longest time until a change of a deadline is noticed
 _START = "its start, with the import of the user's module (move slow work into the function),"
-MOST_DEADLINES = 10
-"""Deadlines after which a coroutine is late that waits for ever, and so keeps its worker free."""
-_TICK_S = 0.5  # longest time until a missed deadline that was restarted is noticed
+_STARTED = 0  # number of the answer that says that the worker has started; jobs begin at 1
+_RECEIVING = set[asyncio.Future[None]]()  # tasks of all workers: asyncio keeps only weak references
 # Program of a worker. It finds modules where this process finds them.
 _PROGRAM = "import json, sys; sys.path[:], *job = json.loads(sys.argv[1]); "
 _PROGRAM += "from tba_jax.workers import serve; serve(*job)"
@@ -65,17 +71,13 @@ class WorkerFailed(Exception):
 
 
 def serve(module: str, make: str, arguments: Sequence[Any]) -> None:
-    """Run the jobs of the parent, the peer of standard input, until it closes the socket.
-
-    Args:
-        module, make, arguments: function that returns the handler.
-    """
+    """Run the jobs of the parent, the peer of standard input; `make` returns the handler."""
     connection = socket.socket(fileno=os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
-    most = MAX_MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(MAX_MEMORY_BYTES, hard)
-    resource.setrlimit(resource.RLIMIT_DATA, (most, hard))
+    with contextlib.suppress(ValueError):  # the user's own limit is lower
+        own = resource.getrlimit(resource.RLIMIT_DATA)[1]
+        resource.setrlimit(resource.RLIMIT_DATA, (MAX_MEMORY_BYTES, own))
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     jobs: dict[int, tuple[asyncio.Queue[Any], asyncio.Task[None]]] = {}
@@ -83,23 +85,22 @@ def serve(module: str, make: str, arguments: Sequence[Any]) -> None:
     def send(number: int, answer: Any) -> None:
         connection.sendall(json.dumps([number, answer]).encode() + b"\n")
 
-    async def run(number: int, message: Any, messages: asyncio.Queue[Any]) -> None:
-        def reply(answer: Any) -> Awaitable[Any]:
+    async def run(number: int, messages: asyncio.Queue[Any]) -> None:
+        async def reply(answer: Any) -> Any:
             send(number, answer)
-            return messages.get()
+            return await messages.get()
 
         try:
-            send(number, await handler(message, reply))
+            send(number, await handler(await messages.get(), reply))
         finally:
             del jobs[number]
 
-    def receive(request: Sequence[Any]) -> None:
-        number, *message = request
-        if number not in jobs and message:
+    def receive(number: int, *message: Any) -> None:
+        if message and number not in jobs:
             messages: asyncio.Queue[Any] = asyncio.Queue()
-            jobs[number] = messages, loop.create_task(run(number, message[0], messages))
-        elif message:
-            jobs[number][0].put_nowait(message[0])
+            jobs[number] = messages, loop.create_task(run(number, messages))
+        if message:
+            jobs[number][0].put_nowait(*message)
         elif number in jobs:  # the parent has closed the job
             jobs[number][1].cancel()
 
@@ -107,101 +108,107 @@ def serve(module: str, make: str, arguments: Sequence[Any]) -> None:
         try:
             with connection.makefile("rb") as requests:
                 while True:
-                    loop.call_soon_threadsafe(receive, pickle.load(requests))
+                    loop.call_soon_threadsafe(receive, *pickle.load(requests))
         finally:
             os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=read, daemon=True).start()
-    if os.getcwd() not in sys.path:
-        sys.path.append(os.getcwd())  # last: a user's file must not hide a module of the library
-    # Imports the user's module, before the first deadline runs.
     handler: Handler = getattr(importlib.import_module(module), make)(*arguments)
-    send(-1, None)  # the process has started
+    send(_STARTED, None)
     while True:
         # Users' code may raise SystemExit or KeyboardInterrupt, which stop a loop.
         with contextlib.suppress(BaseException):
             loop.run_forever()
 
 
-class _Worker(asyncio.Protocol):
+class _Worker:
     """A process with its jobs; only the thread of the pool's loop uses it.
 
     Attributes:
+        number: the smallest that no other worker of the pool has.
         jobs: numbers of the jobs.
         answers: futures of the messages without an answer by job, oldest message first.
-        free_s: time of the newest answer, at which the worker was free; at first, of its start.
+        free_s: time of the newest answer; at first, of the start.
+        ended: name and text of the failure that ended the worker, and the job that caused it.
     """
 
-    def __init__(self, pool: "WorkerPool", number: int) -> None:
-        self.number, self.jobs, self.transport = number, set[int](), asyncio.Transport()
-        self.answers: dict[int, asyncio.Future[Any]] = {}
-        self.has_started, self.free_s = False, time.monotonic()
-        self._pool, self._data, self._log = pool, bytearray(), "standard error"
-        self.socket, theirs = socket.socketpair()
-        job = [sys.path, pool.make.__module__, pool.make.__name__, pool.arguments]
-        command = [sys.executable, "-P", "-c", _PROGRAM, json.dumps(job)]
-        with theirs, contextlib.ExitStack() as stack:
-            output = None
-            if pool.logs is not None:
-                pool.logs.mkdir(parents=True, exist_ok=True)
-                name = f"{pool.kind}-{socket.gethostname()}-{os.getpid()}-{number}.log"
-                output = stack.enter_context(open(pool.logs / name, "ab"))
-                self._log = output.name
+    def __init__(self, pool: "WorkerPool") -> None:
+        self._pool, self.jobs, self.free_s = pool, set[int](), time.monotonic()
+        self.number = min({*range(len(pool.workers) + 1)} - {w.number for w in pool.workers})
+        self.started, self.ended = asyncio.Future[Any](), asyncio.Future[Any]()
+        self.answers = {_STARTED: self.started}
+        self._log = None
+        if pool.logs is not None:
+            pool.logs.mkdir(parents=True, exist_ok=True)
+            name = f"{pool.kind}-{socket.gethostname()}-{os.getpid()}-{self.number}.log"
+            self._log = str(pool.logs / name)
+        ours, theirs = socket.socketpair()
+        # The working directory is last: a user's file must not hide a module of the library.
+        paths = [*sys.path, os.getcwd()]
+        job = json.dumps([paths, pool.make.__module__, pool.make.__name__, pool.arguments])
+        command, stdin = [sys.executable, "-P", "-c", _PROGRAM, job], theirs.fileno()
+        with theirs, open(self._log, "ab") if self._log else contextlib.nullcontext() as log:
             self.process = subprocess.Popen(
-                command, stdin=theirs.fileno(), stdout=output, stderr=output, process_group=0
+                command, stdin=stdin, stdout=log, stderr=log, process_group=0
             )
+        self._writer: asyncio.StreamWriter | None = None
+        self._receiving = asyncio.ensure_future(self._receive(ours))
+        _RECEIVING.add(self._receiving)
+        self._receiving.add_done_callback(_RECEIVING.discard)
 
-    def write(self, *message: Any) -> None:
-        """Send the number of a job and a message to it; the number alone closes the job."""
-        self.transport.write(pickle.dumps(message))
-
-    def data_received(self, data: bytes) -> None:
-        self._data += data
-        *lines, self._data = self._data.split(b"\n") if b"\n" in data else [self._data]
-        for number, value in map(json.loads, lines):
-            self.has_started, self.free_s = True, time.monotonic()
-            answer = self.answers.pop(number, None)
-            if answer is not None and not answer.done():
-                answer.set_result(value)
-        if len(self._data) > MOST_ANSWER_BYTES:
+    async def _receive(self, ours: socket.socket) -> None:
+        """Receive answers until the process ends."""
+        answers, self._writer = await asyncio.open_connection(sock=ours, limit=MOST_ANSWER_BYTES)
+        try:
+            while True:
+                number, value = json.loads(await answers.readuntil())
+                self.free_s = time.monotonic()
+                if number in self.answers:
+                    self.answers.pop(number).set_result(value)
+        except asyncio.LimitOverrunError:
             self.end("crash", f"an answer has more than {MOST_ANSWER_BYTES} bytes")
+        except (asyncio.IncompleteReadError, ConnectionError):
+            self.end("crash", "its process ended")
+        finally:
+            self._writer.transport.abort()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self.end("crash", "its process ended")
+    def send(self, *message: Any) -> None:
+        """Send the number of a job and a message to it; the number alone closes the job."""
+        if self._writer is not None and not self.ended.done():
+            self._writer.write(pickle.dumps(message))
 
-    def end(self, name: str, text: str, number: int | None = None) -> None:
-        """Kill the process and its group; the message of a job fails by this name, others as lost.
+    def end(self, name: str, text: str, cause: int | None = None) -> None:
+        """Kill the process and its group, unless the worker has ended.
 
         Args:
-            number: number of the job; None: that with the oldest message, which ran.
+            cause: number of the job that failed; None: that with the oldest message, which ran.
         """
-        if self not in self._pool.workers:
+        if self.ended.done():
             return
         self._pool.workers.remove(self)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(1.0)
-        self.transport.abort()
+        self._receiving.cancel()
         if name == "crash":
-            text += f" (exit code {self.process.returncode}); see {self._log}"
-        if not self.has_started and name != "closed":
+            text += f" (exit code {self.process.returncode}); see {self._log or 'standard error'}"
+        if not self.started.done() and name != "closed":
             name = "start"
-        number = next(iter(self.answers), None) if number is None else number
-        for each, answer in self.answers.items():
-            failure = WorkerFailed(name, text)
-            if each != number and name not in ("start", "closed"):
-                other = f"another job ended the {self._pool.kind} worker"
-                failure = WorkerFailed("lost", f"{other}: {text}")
-            if not answer.done():
-                answer.set_exception(failure)
-                answer.exception()  # read, or asyncio warns of a job that was closed
+        self.ended.set_result((name, text, cause or next(iter(self.answers), _STARTED)))
+
+    def failure(self, number: int) -> WorkerFailed:
+        """Return the failure of a job after the end."""
+        name, text, cause = self.ended.result()
+        if name in ("timeout", "crash") and number != cause:
+            name, text = "lost", f"another job ended the {self._pool.kind} worker: {text}"
+        return WorkerFailed(name, text)
 
 
 class Job:
     """One call of a reward, or one episode of an environment, in a worker.
 
-    Only the thread of the pool's loop uses it, except for the deadline.
+    Only the thread of the pool's loop uses it.
     """
 
     def __init__(self, pool: "WorkerPool") -> None:
@@ -222,71 +229,67 @@ class Job:
 
         Args:
             message: any object that can be pickled.
-            timeout_s: deadline, counted from the time at which the worker is free for the message;
-                answers to other jobs show that it is free, for ten deadlines at most.
+            timeout_s: the deadline.
             doing: subject for the text of a failure, as in "reset took longer than 2 s".
 
         Raises:
             WorkerFailed: there is no answer.
         """
-        if self._worker is None:
-            self._worker = await self._pool.take(self._number)
-        worker = self._worker
-        if worker not in self._pool.workers:
-            text = f"the {self._pool.kind} worker of this job was ended by another job"
-            raise WorkerFailed("lost", text)
-        answer = worker.answers[self._number] = asyncio.get_running_loop().create_future()
+        worker = self._worker = self._worker or self._pool.take(self._number)
+        self._since_s = worker.free_s
+        await self._answer(worker, worker.started, START_TIMEOUT_S, _START)
+        answer = worker.answers[self._number] = asyncio.Future()
+        worker.send(self._number, message)
         self.restart_deadline()
-        worker.write(self._number, message)
-        while not answer.done():
-            limit_s = timeout_s if worker.has_started else START_TIMEOUT_S
-            free_s = min(worker.free_s, self._since_s + (MOST_DEADLINES - 1) * limit_s)
-            left_s = max(self._since_s, free_s) + limit_s - time.monotonic()
+        return await self._answer(worker, answer, timeout_s, doing)
+
+    async def _answer(
+        self, worker: _Worker, answer: asyncio.Future[Any], timeout_s: float, doing: str
+    ) -> Any:
+        while not (answer.done() or worker.ended.done()):
+            last_s = self._since_s + (MOST_DEADLINES - 1) * timeout_s
+            left_s = max(self._since_s, min(worker.free_s, last_s)) + timeout_s - time.monotonic()
             if left_s <= 0:
-                late = f"{doing if worker.has_started else _START} took longer than {limit_s:g} s"
-                worker.end("timeout", late, self._number)
-            await asyncio.wait([answer], timeout=max(0.0, min(left_s, _TICK_S)))
+                worker.end("timeout", f"{doing} took longer than {timeout_s:g} s", self._number)
+            limit_s, first = max(0.0, min(left_s, _TICK_S)), asyncio.FIRST_COMPLETED
+            await asyncio.wait([answer, worker.ended], timeout=limit_s, return_when=first)
+        if not answer.done():
+            raise worker.failure(self._number)
         return answer.result()
 
     def leave(self) -> None:
         """Give the place in the worker back. A job that has not ended is cancelled."""
-        worker = self._worker
-        if worker not in self._pool.workers or self._number not in worker.jobs:
-            return
-        worker.jobs.remove(self._number)
-        is_open = worker.answers.pop(self._number, None) is not None
-        if is_open and not worker.jobs:  # it may hang, and nothing else runs there
-            worker.end("lost", "its job was closed")
-        else:
-            worker.write(self._number)
+        if worker := self._worker:
+            worker.jobs.discard(self._number)
+            is_open = worker.answers.pop(self._number, None) is not None
+            if is_open and not worker.jobs:  # it may hang, and nothing else runs there
+                worker.end("lost", "its job was closed")
+            worker.send(self._number)
 
 
+@dataclasses.dataclass(eq=False)
 class WorkerPool:
     """Thread-safe pool of workers; starts a worker when a job needs it.
 
-    Args:
+    Attributes:
         kind: name of the pool, for log files.
         make: importable function (*arguments) -> handler, called once in each worker.
-        arguments: arguments of `make`.
         num_workers: maximum number of workers. If all have a job, `call` waits, and other jobs take
             the worker with the fewest jobs.
         logs: folder of the log files; None: the output is that of this process.
     """
 
-    def __init__(
-        self,
-        kind: str,
-        make: Callable[..., Handler],
-        arguments: Sequence[Any],
-        *,
-        num_workers: int,
-        logs: Path | None = None,
-    ) -> None:
-        self.kind, self.make, self.arguments, self.logs = kind, make, arguments, logs
-        self.num_workers, self.numbers = num_workers, itertools.count()
+    kind: str
+    make: Callable[..., Handler]
+    arguments: Sequence[Any]
+    _: dataclasses.KW_ONLY
+    num_workers: int
+    logs: Path | None = None
+
+    def __post_init__(self) -> None:
         self.workers: list[_Worker] = []
-        self._idle, self._starting = asyncio.Semaphore(num_workers), asyncio.Lock()
-        self._loop, self._is_closed = _loop_of_pools(), False
+        self.numbers = itertools.count(_STARTED + 1)
+        self._idle, self._is_closed = asyncio.Semaphore(self.num_workers), False
         self._open = set[Future[Any]]()
 
     def open(self) -> Job:
@@ -310,7 +313,7 @@ class WorkerPool:
         self, coroutine: Coroutine[Any, Any, Any], loop: asyncio.AbstractEventLoop | None = None
     ) -> "Future[Any]":
         """Run a coroutine on this loop, or the pool's; it is cancelled when the pool is closed."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, loop or self._loop)
+        future = asyncio.run_coroutine_threadsafe(coroutine, loop or _loop_of_pools())
         self._open.add(future)
         future.add_done_callback(self._open.discard)
         return future
@@ -325,36 +328,27 @@ class WorkerPool:
     # Methods for the pool's loop.
 
     async def _end_all(self) -> None:
-        async with self._starting:
-            self._is_closed = True
-            for worker in list(self.workers):
-                worker.end("closed", f"the {self.kind} workers were closed")
+        self._is_closed = True
+        for worker in list(self.workers):
+            worker.end("closed", f"the {self.kind} workers were closed")
 
     async def end_idle(self) -> None:
         """End the workers without jobs; later jobs start new ones."""
         for worker in [w for w in self.workers if not w.jobs]:
             worker.end("lost", "it was idle")
 
-    async def take(self, job: int) -> _Worker:
-        """Give a job the worker with the fewest; a new one, if all have jobs and more may run.
-
-        Raises:
-            WorkerFailed: the pool was closed.
-        """
-        async with self._starting:
-            for worker in [w for w in self.workers if w.process.poll() is not None]:
-                worker.end("crash", "its process ended")
-            if self._is_closed:
-                raise WorkerFailed("closed", f"the {self.kind} workers were closed")
-            worker = min(self.workers, key=lambda w: len(w.jobs), default=None)
-            if worker is None or (worker.jobs and len(self.workers) < self.num_workers):
-                number = min({*range(len(self.workers) + 1)} - {w.number for w in self.workers})
-                worker = _Worker(self, number)
-                made = self._loop.create_connection(lambda: worker, sock=worker.socket)
-                worker.transport, _ = await made
-                self.workers.append(worker)
-            worker.jobs.add(job)
-            return worker
+    def take(self, job: int) -> _Worker:
+        """Give a job the worker with the fewest; a new one, if all have jobs and more may run."""
+        for worker in [w for w in self.workers if w.process.poll() is not None]:
+            worker.end("crash", "its process ended")
+        if self._is_closed:
+            raise WorkerFailed("closed", f"the {self.kind} workers were closed")
+        worker = min(self.workers, key=lambda w: len(w.jobs), default=None)
+        if worker is None or (worker.jobs and len(self.workers) < self.num_workers):
+            worker = _Worker(self)
+            self.workers.append(worker)
+        worker.jobs.add(job)
+        return worker
 
 
 def start_loop(name: str) -> asyncio.AbstractEventLoop:
