@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The gold reward of the embedded summarisation task: coverage minus length.
+"""The gold reward of the embedded summarisation task, in place of human judgement.
 
-It replaces human judgement in preference tuning: training data has noisy comparisons based on it,
-and evaluation uses it directly. Invariant: the best digest of a post names once each letter that
-occurs at least twice.
+Training data has noisy comparisons based on it; evaluation uses it directly. Invariant: the best
+digest of a post names once each letter that occurs at least twice.
 """
 
 from tba_jax.rewards.numeric import each
@@ -13,13 +12,12 @@ from tba_jax.rewards.numeric import each
 CHARACTER_COST = 0.06
 
 
-def gold_score(post: str, digest: str) -> float:
-    """Return the share of the post's letters in the digest, minus a cost per character."""
-    named = set(digest)
-    return sum(letter in named for letter in post) / len(post) - CHARACTER_COST * len(digest)
-
-
 @each
 def gold_reward(prompt: str, response: str) -> float:
-    """Return `gold_score` of a response; the prompt is a post and a colon."""
-    return gold_score(prompt.removesuffix(":"), response)
+    """Return the share of the post's letters in the digest, minus a cost per character.
+
+    The prompt is a post and a colon; the response is a digest.
+    """
+    post, named = prompt.removesuffix(":"), set(response)
+    share = sum(letter in named for letter in post) / len(post)
+    return share - CHARACTER_COST * len(response)

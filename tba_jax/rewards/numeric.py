@@ -14,6 +14,46 @@ from typing import Any
 Content = str | Sequence[Mapping[str, str]]
 """A text, or chat messages."""
 
+
+def text_of(content: Content) -> str:
+    """Return a text, or the content of the last chat message."""
+    return content if isinstance(content, str) else content[-1]["content"]
+
+
+def each(grade: Callable[..., float]) -> Callable[..., list[float]]:
+    """Return the reward function, with TRL's signature, of a grade of one response.
+
+    Arguments of the grade are `response` and `prompt` (texts without special tokens) and columns of
+    the data.
+    """
+    names = inspect.signature(grade).parameters
+
+    def reward(
+        prompts: Sequence[Content], completions: Sequence[Content], **columns: Sequence[Any]
+    ) -> list[float]:
+        columns |= {"prompt": [*map(text_of, prompts)], "response": [*map(text_of, completions)]}
+        given = [name for name in names if name in columns]
+        rows = zip(*(columns[name] for name in given), strict=True)
+        return [float(grade(**dict(zip(given, row, strict=True)))) for row in rows]
+
+    reward.__doc__ = grade.__doc__
+    return reward
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Return the contents of the last \boxed{...} with balanced braces; None without one.
+
+    last_boxed(r"so \boxed{\frac{1}{2}}.") == r"\frac{1}{2}"
+    """
+    for start in reversed([box.end() for box in re.finditer(r"\\boxed\{", text)]):
+        depth = 1
+        for brace in re.compile(r"[{}]").finditer(text, start):
+            depth += 1 if brace[0] == "{" else -1
+            if depth == 0:
+                return text[start : brace.start()]
+    return None
+
+
 _MINUS = "\N{MINUS SIGN}"
 # A sign belongs to the number unless an operand precedes it: "20-5" and "20 -5" end in 5.
 _SIGN = rf"(?<![\w)\]}}%])(?<![0-9)%][ ])[-+{_MINUS}]"
@@ -33,73 +73,22 @@ _NUMBER = (
     rf"(?P<top>{_UNSIGNED}){_SLASH}(?P<bottom>{_UNSIGNED})(?!{_SLASH}[0-9])"
     rf"|(?P<plain>{_UNSIGNED}))"
 )
-_NUMBERS = re.compile(_NUMBER)
-_INTEGERS = re.compile(rf"(?:{_SIGN})?[0-9]+")
-_OFFICIAL_NUMBER = re.compile(r"[+-]?(?:\d+(?:\.\d*|e[+-]?\d+)?|\.\d+)")
-_GSM8K_MARK = "####"
-_MARKED = re.compile(rf"{_GSM8K_MARK}[\s:=*(\\$€£]*{_NUMBER}(?P<heading>[.):][ ]+[^\W\d])?")
-_BOXED = "\\boxed{"
-
-
-def text_of(content: Content) -> str:
-    """Return a text unchanged; for chat messages, return the content of the last message.
-
-    text_of([{"role": "assistant", "content": "4"}]) == text_of("4") == "4"
-    """
-    return content if isinstance(content, str) else content[-1]["content"]
-
-
-def each(grade: Callable[..., float]) -> Callable[..., list[float]]:
-    """Return the reward function of a grade: (response, columns of its row) -> number.
-
-    The function has TRL's signature: `prompts` and `completions` (texts without special tokens, or
-    chats) and one keyword argument per data column, each a list of the same length; it returns one
-    number per response. The column `prompt` of a grade is the text of the prompt.
-    """
-    names = inspect.signature(grade).parameters
-
-    def reward(
-        prompts: Sequence[Content], completions: Sequence[Content], **columns: Sequence[Any]
-    ) -> list[float]:
-        columns |= {"prompt": [*map(text_of, prompts)], "response": [*map(text_of, completions)]}
-        given = {name: columns[name] for name in names if name in columns}
-        rows = zip(*given.values(), strict=True)
-        return [float(grade(**dict(zip(given, row, strict=True)))) for row in rows]
-
-    reward.__doc__ = grade.__doc__
-    return reward
-
-
-def last_boxed(text: str) -> str | None:
-    r"""Return the contents of the last \boxed{...} with balanced braces; None without one.
-
-    last_boxed(r"so \boxed{\frac{1}{2}}.") == r"\frac{1}{2}"
-    """
-    end = len(text)
-    while (start := text.rfind(_BOXED, 0, end)) >= 0:
-        depth = 0
-        for i in range(start + len(_BOXED) - 1, len(text)):
-            depth += (text[i] == "{") - (text[i] == "}")
-            if depth == 0:
-                return text[start + len(_BOXED) : i]
-        end = start
-    return None
+_MARKED = rf"####[\s:=*(\\$€£]*{_NUMBER}(?P<heading>[.):][ ]+[^\W\d])?"
+_OFFICIAL = r"[+-]?(?:\d+(?:\.\d*|e[+-]?\d+)?|\.\d+)"
 
 
 def _value(number: re.Match[str]) -> float | None:
     """Return the value of a match of _NUMBER; None for a division by 0."""
-
-    def read(group: str) -> float:
-        return float((number[group] or "0").replace(",", "").replace(_MINUS, "-"))
-
-    sign = -1.0 if (number["sign"] or "").startswith(("-", _MINUS)) else 1.0
+    parts = number.groupdict("0")
+    sign = -1.0 if parts["sign"].startswith(("-", _MINUS)) else 1.0
+    plain, whole, top, bottom = (
+        float(parts[name].replace(",", "").replace(_MINUS, "-"))
+        for name in ("plain", "whole", "top", "bottom")
+    )
     if number["plain"]:
-        return sign * read("plain")
-    whole, top, bottom = read("whole"), read("top"), read("bottom")
-    if bottom == 0:
-        return None
+        return sign * plain
     # One division, so that the result is the float nearest to the fraction.
-    return sign * ((whole * bottom + top) if top < bottom else top) / bottom
+    return sign * (whole * bottom + top if top < bottom else top) / bottom if bottom else None
 
 
 def last_number(text: str) -> float | None:
@@ -109,7 +98,7 @@ def last_number(text: str) -> float | None:
     percent and currency signs are ignored: last_number("so $1,234.50 in all") == 1234.5,
     last_number("1 1/2 cups") == 1.5.
     """
-    values = [value for value in map(_value, _NUMBERS.finditer(text)) if value is not None]
+    values = [value for value in map(_value, re.finditer(_NUMBER, text)) if value is not None]
     return values[-1] if values else None
 
 
@@ -119,26 +108,34 @@ def gsm8k_answer(text: str) -> float | None:
     The first mark counts, because the text after an answer may be another problem with its own
     mark. A heading ("#### 2. Add them") counts only if no other number is marked.
     """
-    marks = list(_MARKED.finditer(text))
-    answers = [mark for mark in marks if not mark["heading"]] or marks
-    value = _value(answers[0]) if answers else None
+    marks = sorted(re.finditer(_MARKED, text), key=lambda mark: bool(mark["heading"]))
+    value = _value(marks[0]) if marks else None
     return last_number(text) if value is None else value
 
 
 def gsm8k_gold(text: str) -> str | None:
     """Return the answer after the last "####" of a solution, without commas; None without it."""
-    _, mark, answer = text.rpartition(_GSM8K_MARK)
+    _, mark, answer = text.rpartition("####")
     return answer.strip().replace(",", "") if mark else None
+
+
+def last_number_without_commas(text: str) -> float | None:
+    """Return the last number as the paper's code does, after deleting commas; None without one.
+
+    A minus between operands is a sign ("20-5" ends in -5), a fraction is two numbers, and numbers
+    after a marked answer count.
+    """
+    numbers = re.findall(_OFFICIAL, text.replace(",", ""))
+    return float(numbers[-1]) if numbers else None
 
 
 @each
 def arithmetic_reward(response: str, answer: str) -> float:
     """Return 1.0 if the last integer of the response is the answer (an integer), else 0.0.
 
-    "2-5" ends in 5, "2-5=-3" in -3. Commas separate integers here (they are the running totals of
-    worked responses).
+    "2-5" ends in 5, "2-5=-3" in -3. Commas separate the running totals of a worked response.
     """
-    integers = _INTEGERS.findall(response.replace(_MINUS, "-"))
+    integers = re.findall(rf"(?:{_SIGN})?[0-9]+", response.replace(_MINUS, "-"))
     # Decimal, because Python's int refuses texts of more than 4,300 digits.
     return bool(integers) and Decimal(integers[-1]) == Decimal(answer)
 
@@ -146,9 +143,6 @@ def arithmetic_reward(response: str, answer: str) -> float:
 @each
 def gsm8k_reward(response: str, answer: str) -> float:
     """Return 1.0 if the answers of response and gold solution are equal (`gsm8k_answer`), else 0.0.
-
-    The response needs no "####": as in the paper, its answer is then its last number. The paper
-    first deletes every comma, and uses the last number even after a marked answer.
 
     Raises:
         ValueError: the gold solution has no number, so every response would be wrong.
@@ -159,16 +153,6 @@ def gsm8k_reward(response: str, answer: str) -> float:
             f"gold solution {answer!r} has no number. End it like GSM8K solutions: '#### 42'"
         )
     return gsm8k_answer(response) == right
-
-
-def last_number_without_commas(text: str) -> float | None:
-    """Return the last number after deleting every comma, as the paper's code; None without one.
-
-    A minus between operands counts as a sign ("20-5" ends in -5), a fraction counts as two numbers,
-    and numbers after a marked answer count.
-    """
-    numbers = _OFFICIAL_NUMBER.findall(text.replace(",", ""))
-    return float(numbers[-1]) if numbers else None
 
 
 @each
