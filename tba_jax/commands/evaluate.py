@@ -71,10 +71,9 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
             stack.callback(part.close if part else lambda: None)
             return part
 
-        row = task.first_row()
-        rewards = closed(make_source(config, task.reward, row, tokenizer, site))
+        rewards = closed(make_source(config, task, tokenizer, site))
         environments = closed(parts.make_environments(config, tokenizer))
-        gold = closed(make_gold(config, task.metric, row, tokenizer, site))
+        gold = closed(make_gold(config, task, tokenizer, site))
         reference = start_params if config.eval.reference_metrics else None
         scoring = model_parts.make_scoring(config, tokenizer)
         padding = model_parts.make_padding(config, tokenizer)

@@ -121,7 +121,7 @@ def preflight(config: Config) -> None:
     model_parts.longest_sequence(config, model.config)
     tokenizer = model.load_tokenizer()
     text_of(task, tokenizer, "train", 0)
-    try_functions(config, task.reward, task.first_row())
+    try_functions(config, task)
     policy = model_parts.policy_config(config, model.config)
     if server := task_parts.make_server(config, policy, tokenizer, Path()):
         server.check(loads=False)

@@ -3,14 +3,12 @@
 
 A function is named "package.module:function" or "path/to/file.py:function". It receives, as lists,
 those of `prompts`, `completions`, `completion_ids` and the columns of the data that its signature
-names, and TRL's `log_metric`. It returns one float or None per completion.
+names, and TRL's `log_metric`. It returns one float or None per completion. A function that exists
+only in this process, as in a notebook, is called in a thread: a call that hangs is not stopped.
 
 A call has one whole group (all responses to a prompt) and a deadline. If it fails, each response is
 tried alone to find those that fail, and the others are scored together in one more call, whose
 deadline is as long as all of them may take. Responses that are alone share calls.
-
-Functions that exist only in this process, such as functions of a notebook, are called in a thread:
-a call that hangs is not stopped, and a call that crashes ends the run.
 
 Invariants: a failure is never a reward of 0. Results depend on no measured time, except for a
 response that misses its deadline. This module imports neither jax nor transformers.
@@ -18,6 +16,7 @@ response that misses its deadline. This module imports neither jax nor transform
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import importlib
 import inspect
@@ -33,15 +32,14 @@ from typing import Any
 
 from tba_jax.rewards.scores import NONE, Completions, RewardFailure, RewardSource, Score
 from tba_jax.settings import GIVEN, import_file
-from tba_jax.workers import Handler, Reply, WorkerFailed, WorkerPool, start_loop
+from tba_jax.workers import Handler, WorkerFailed, WorkerPool, start_loop
 
-# Seconds for the trial on one row before training; the run itself shows whether a function hangs.
 TRIAL_S = 10.0
-# Number of responses in a call of several prompts that have one response each.
-_CALL_ITEMS = 16
-_UNUSABLE = "unusable"  # reason of all responses of a call that broke the contract
-# Reasons of all responses of a call that failed: an exception, a process that ended, a late answer.
-_FAILED = ("reward_error", "reward_crash", "reward_timeout")
+"""Seconds for the trial on one row; the run itself shows whether a function hangs."""
+_CALL_ITEMS = 16  # responses in a call of several prompts that have one response each
+_ERROR, _CRASH, _TIMEOUT = _FAILED = ("reward_error", "reward_crash", "reward_timeout")
+_LARGEST = 3.4028234e38  # rewards are float32
+_MOST_TEXT = 4000  # characters of a traceback: an exception may carry megabytes
 # Arguments of TRL that are not passed, and what to do instead.
 _HINTS = {
     "environments": "Objects of environments are in other processes. Give the class a method "
@@ -53,8 +51,6 @@ _CHATS = (
     "Prompts are chats, so a completion is a list of messages, as in TRL: its text is "
     "completion[0]['content']"
 )
-_LARGEST = 3.4028234e38  # rewards are float32
-_MOST_TEXT = 4000  # characters of a traceback: an exception may carry megabytes
 
 Row = tuple[str, Mapping[str, Any]]
 """Prompt text and columns of one row of the data, for a trial of a function."""
@@ -64,16 +60,8 @@ Arguments = Mapping[str, Sequence[Any]]
 # --- in the worker -------------------------------------------------------------------------------
 
 
-class _Unusable(Exception):
-    """A function cannot be loaded, or its result breaks the contract."""
-
-
 def imported(name: str) -> Any:
-    """Return the object with this name: package.module:NAME or path/to/file.py:NAME.
-
-    Raises:
-        AttributeError: there is no such object. The import may raise any exception.
-    """
+    """Return the object package.module:NAME or path/to/file.py:NAME, or raise any exception."""
     module, _, own = name.strip().rpartition(":")
     found = import_file(module) if module.endswith(".py") else importlib.import_module(module)
     return operator.attrgetter(own)(found)
@@ -86,6 +74,10 @@ def accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[s
         return dict(offered)
     names = {p.name for p in parameters if p.kind is not p.VAR_POSITIONAL}
     return {name: value for name, value in offered.items() if name in names}
+
+
+class _Unusable(Exception):
+    """No call can succeed: the function cannot be loaded, or its result breaks the contract."""
 
 
 @functools.cache
@@ -108,15 +100,11 @@ def make_handler(function: str) -> Handler:
     """Return the handler of a reward worker; it imports the function's module now."""
     with contextlib.suppress(_Unusable):
         _load(function)
-
-    async def handle(arguments: Any, _: Reply) -> list[Score]:
-        return await call(function, arguments)
-
-    return handle
+    return lambda arguments, _: call(function, arguments)
 
 
-async def call(function: str, arguments: Arguments) -> list[Score]:
-    """Call a function once; whatever the function does, the caller gets scores and no exception.
+async def call(function: str, arguments: Arguments) -> list[Score] | str:
+    """Call a function once; return scores, or the reason why no call can succeed.
 
     Arguments that the function does not accept are left out. The parts are the means of the values
     of `log_metric`.
@@ -132,19 +120,20 @@ async def call(function: str, arguments: Arguments) -> list[Score]:
             chosen["log_metric"] = log_metric
         result = target(**accepted(target, chosen))
         result = await result if inspect.isawaitable(result) else result
-        is_list = not isinstance(result, str | bytes | Mapping | set | frozenset)
-        found = [_score(value) for value in result] if is_list else []
-        if not is_list or len(found) != n:
-            got = f"{len(found)} rewards for {n} completions" if is_list else type(result).__name__
-            raise _Unusable(f"returned {got}; want a list with a number or None per completion")
+        got = type(result).__name__
+        if not isinstance(result, str | bytes | Mapping | set | frozenset):
+            scores = [_score(value) for value in result]
+            if len(scores) == n:
+                means = {name: statistics.fmean(values) for name, values in logged.items()}
+                return [score._replace(parts=means) for score in scores]
+            got = f"{len(scores)} rewards for {n} completions"
+        return f"returned {got}; want a list with a number or None per completion"
     except asyncio.CancelledError:
         raise
     except _Unusable as error:
-        return [Score(None, _UNUSABLE, str(error))] * n
+        return str(error)
     except BaseException as error:  # users' code may even call sys.exit()
-        return [Score(None, _FAILED[0], _report(error))] * n
-    means = {name: statistics.fmean(values) for name, values in logged.items()}
-    return [score._replace(parts=means) for score in found]
+        return [Score(None, _ERROR, _report(error))] * n
 
 
 def _score(value: Any) -> Score:
@@ -153,9 +142,8 @@ def _score(value: Any) -> Score:
         return value
     try:
         reward = as_number(value)
-    except TypeError:
-        kind = type(value).__name__
-        raise _Unusable(f"returned {value!r:.80}, a {kind}, as a reward; want a number") from None
+    except TypeError as error:
+        raise _Unusable(f"returned {value!r:.80}, {error}, as a reward; want a number") from None
     if reward is None:
         return Score(None, NONE, "the function returned None")
     if not abs(reward) <= _LARGEST:
@@ -164,14 +152,10 @@ def _score(value: Any) -> Score:
 
 
 def as_number(value: Any) -> float | None:
-    """Return a user's reward as a float; booleans, numpy scalars and None are allowed.
-
-    Raises:
-        TypeError: the value is not a number.
-    """
+    """Return a user's number, boolean, numpy scalar or None as a float; others are TypeErrors."""
     number = value.item() if hasattr(value, "item") else value  # an array's element
     if number is not None and not isinstance(number, numbers.Real):
-        raise TypeError("not a number")
+        raise TypeError(f"a {type(value).__name__}")
     return None if number is None else float(number)
 
 
@@ -187,12 +171,13 @@ def _report(error: BaseException) -> str:
 # --- in the parent -------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(eq=False)
 class RewardPool(RewardSource):
     """A reward function in processes, which serve all searchers.
 
     Starting takes no time here: a process imports the function and tries it in the background.
 
-    Args:
+    Attributes:
         function: its name. A module may lie in the working directory.
         timeout_s: seconds that a call may take.
         row: on which `check` tries the function, with the row's answer as the completion; None: no
@@ -201,54 +186,43 @@ class RewardPool(RewardSource):
         logs: folder of the log files; None: the processes write to the output of this process.
     """
 
-    def __init__(
-        self,
-        function: str,
-        *,
-        timeout_s: float,
-        row: Row | None = None,
-        num_workers: int = 1,
-        logs: Path | None = None,
-    ) -> None:
-        self.function, self._timeout_s = function, timeout_s
-        options: Any = {"num_workers": num_workers, "logs": logs}
-        self._workers = WorkerPool("reward", make_handler, (function,), **options)
-        self._local = None if num_workers else start_loop("rewards")
+    function: str
+    _: dataclasses.KW_ONLY
+    timeout_s: float
+    row: Row | None = None
+    num_workers: int = 1
+    logs: Path | None = None
+
+    def __post_init__(self) -> None:
+        options: Any = {"num_workers": self.num_workers, "logs": self.logs}
+        self._workers = WorkerPool("reward", make_handler, (self.function,), **options)
+        self._local = None if self.num_workers else start_loop("rewards")
         _load.cache_clear()  # a notebook may define another function of the same name
-        prompt, columns = row or ("", {})
+        prompt, columns = self.row or ("", {})
         answer = columns.get("answer", columns.get("reference_answer"))
-        text = answer if isinstance(answer, str) else ""
+        texts = [answer if isinstance(answer, str) else ""]
         listed = {name: [value] for name, value in columns.items()}
-        self._row = _arguments(Completions([prompt], [text], listed)) | {"completion_ids": [[0]]}
-        self._trial = row and self._workers.run(self._call(self._row, [0], min(TRIAL_S, timeout_s)))
+        self._offered = _arguments(Completions([prompt], texts, listed)) | {"completion_ids": [[0]]}
+        limit_s = min(TRIAL_S, self.timeout_s)
+        self._trial = self.row and self._workers.run(self._call(self._offered, [0], limit_s))
 
     def check(self) -> None:
-        """Wait until a worker has tried the function on the row; a late trial does not fail.
-
-        Raises:
-            ValueError: the function cannot be loaded, or fails on the row.
-            RewardFailure: the process ended, or did not start in time; or the pool was closed.
-        """
-        if self._trial is None:
-            return
-        (score,) = self._trial.result()
-        if score.reason not in _FAILED[:2]:
+        """Wait until a worker has tried the function on the row; a late trial does not fail."""
+        score = self._trial.result()[0] if self._trial else Score(0.0)
+        if score.reason not in (_ERROR, _CRASH):
             return
         report = score.text.partition("\nprompt: ")[0]
         reason = report.splitlines()[-1]
         hints = [text for name, text in _HINTS.items() if f"'{name}'" in reason]
-        hints += [] if isinstance(self._row["completions"][0], str) else [_CHATS]
+        hints += [] if isinstance(self._offered["completions"][0], str) else [_CHATS]
         raise ValueError(
             f"reward function {self.function!r} fails on the first row, with its answer as the "
-            f"completion: {reason}. It may take {', '.join(self._row)} and log_metric. "
+            f"completion: {reason}. It may take {', '.join(self._offered)} and log_metric. "
             f"{' '.join(hints)}\n{report}"
         )
 
     async def score(self, completions: Completions) -> list[Score]:
         """Score the responses.
-
-        The column `prompt` is not passed on: it holds the chat messages of each prompt, and the
-        function then gets `prompts` and `completions` as message lists.
 
         Raises:
             ValueError: the function cannot be loaded, or broke its contract; or a column has
@@ -270,14 +244,14 @@ class RewardPool(RewardSource):
 
     async def _score_group(self, arguments: Arguments, group: list[int]) -> list[Score]:
         """Score responses together; if the call fails, without those that fail alone."""
-        whole = await self._call(arguments, group, self._timeout_s)
+        whole = await self._call(arguments, group, self.timeout_s)
         if whole[0].reason not in _FAILED or len(group) == 1:
             return whole
-        calls = [self._call(arguments, [i], self._timeout_s) for i in group]
+        calls = [self._call(arguments, [i], self.timeout_s) for i in group]
         alone = [score for (score,) in await asyncio.gather(*calls)]
         found = dict(zip(group, alone, strict=True))
         if rest := [i for i, score in found.items() if score.reason not in _FAILED]:
-            together = await self._call(arguments, rest, self._timeout_s * len(rest))
+            together = await self._call(arguments, rest, self.timeout_s * len(rest))
             found |= zip(rest, together, strict=True)
         return list(found.values())
 
@@ -291,36 +265,34 @@ class RewardPool(RewardSource):
         else:
             future = self._workers.run(call(self.function, chosen), self._local)
         try:
-            scores = [Score(*x) for x in await asyncio.wrap_future(future)]
+            answer: Any = await asyncio.wrap_future(future)
         except WorkerFailed as error:
             text = f"reward function {self.function}: {error}"
             if (name := f"reward_{error.name}") not in _FAILED:
                 raise RewardFailure(text) from None
-            scores = [Score(None, name, text)] * len(items)
-        if scores[0].reason == _UNUSABLE:
-            raise ValueError(f"reward function {self.function!r} {scores[0].text}")
-        for i, score in enumerate(scores):
-            if score.reason:
-                of = f"prompt: {chosen['prompts'][i]!r:.500}"
-                of += f"\ncompletion: {chosen['completions'][i]!r:.500}"
-                scores[i] = score._replace(text=f"{score.text}\n{of}")
+            answer = [Score(None, name, text)] * len(items)
+        if isinstance(answer, str):
+            raise ValueError(f"reward function {self.function!r} {answer}")
+        scores = [Score(*each) for each in answer]
+        for i in [i for i, score in enumerate(scores) if score.reason]:
+            prompt, text = (f"{chosen[name][i]!r:.500}" for name in ("prompts", "completions"))
+            shown = f"{scores[i].text}\nprompt: {prompt}\ncompletion: {text}"
+            scores[i] = scores[i]._replace(text=shown)
         return scores
 
 
 def _arguments(completions: Completions) -> dict[str, Sequence[Any]]:
-    """Return the arguments of the function; prompts and completions of chats are messages.
+    """Return the arguments of the function; those of chats (column `prompt`) are messages.
 
     As in TRL, a last message of the assistant is the beginning of the completion.
     """
     prompts, texts, columns, ids, _ = completions
     found: dict[str, Sequence[Any]] = {"prompts": prompts, "completions": texts}
     if chats := columns.get("prompt"):
-        begun = [m[-1]["content"] if m[-1]["role"] == "assistant" else "" for m in chats]
-        found["prompts"] = [m[:-1] if m[-1]["role"] == "assistant" else m for m in chats]
-        found["completions"] = [
-            [{"role": "assistant", "content": start + text}]
-            for start, text in zip(begun, texts, strict=True)
-        ]
+        begun = [m[-1:] if m[-1]["role"] == "assistant" else [] for m in chats]
+        found["prompts"] = [m[: len(m) - len(b)] for m, b in zip(chats, begun, strict=True)]
+        whole = ["".join(m["content"] for m in b) + x for b, x in zip(begun, texts, strict=True)]
+        found["completions"] = [[{"role": "assistant", "content": text}] for text in whole]
     if len(ids):
         found["completion_ids"] = [x.tolist() for x in ids]
     found |= {name: column for name, column in columns.items() if name != "prompt"}

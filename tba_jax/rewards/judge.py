@@ -5,12 +5,12 @@ A user's file makes a judge, and the run names it: `--config.task.reward=my_rewa
 
     judge = Judge("http://127.0.0.1:8000/v1", model="qwen", prompt="Rate: {prompt} {completion}")
 
-The judge runs in the reward processes, which share nothing: each process has its own limits and
-cache. Needs the package openai, whose client repeats requests. Invariant: a request that fails
-gives no reward and is counted by name.
+Each reward process has a judge with its own limits and cache. Invariant: a request that fails gives
+no reward and is counted by name.
 """
 
 import asyncio
+import dataclasses
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -35,27 +35,21 @@ _FAILURES = {
 
 
 def last_number(text: str) -> float:
-    """Return the last number of a judge's answer.
-
-    Raises:
-        IndexError: the answer contains no number.
-    """
+    """Return the last number of a judge's answer, or raise IndexError if there is none."""
     return float(re.findall(r"[-+]?\d+(?:\.\d+)?", text)[-1])
 
 
 def conversation(*contents: Content) -> str:
     """Return texts and chat messages as lines "ROLE: TEXT"; a text has no role."""
-    lines = []
-    for content in contents:
-        messages = [{"content": content}] if isinstance(content, str) else content
-        lines += [f"{m['role']}: {m['content']}" if "role" in m else m["content"] for m in messages]
-    return "\n".join(lines)
+    messages = [m for x in contents for m in ([{"content": x}] if isinstance(x, str) else x)]
+    return "\n".join(": ".join(m[key] for key in ("role", "content") if key in m) for m in messages)
 
 
+@dataclasses.dataclass(eq=False)
 class Judge:
     """A reward function: a language model rates each response, several at a time.
 
-    Args:
+    Attributes:
         url: address of the API, ending in /v1. The key is in OPENAI_API_KEY.
         model: name of the model at that address.
         prompt: text of a request, with {prompt} (its last message), {completion}, {conversation}
@@ -67,25 +61,21 @@ class Judge:
         retries: maximum number of retries after an error, a temporary refusal or a timeout.
     """
 
-    def __init__(
-        self,
-        url: str,
-        *,
-        model: str,
-        prompt: str,
-        parse: Callable[[str], float] = last_number,
-        sampling: Mapping[str, Any] | None = None,
-        concurrency: int = 16,
-        timeout_s: float = 30.0,
-        retries: int = 3,
-    ) -> None:
-        self._prompt, self._parse = prompt, parse
-        self._fixed = {"model": model, "temperature": 0, **(sampling or {})}
-        key = os.environ.get("OPENAI_API_KEY", "none")
-        self._client = openai.AsyncOpenAI(
-            base_url=url, api_key=key, timeout=timeout_s, max_retries=retries
-        )
-        self._free = asyncio.Semaphore(concurrency)
+    url: str
+    _: dataclasses.KW_ONLY
+    model: str
+    prompt: str
+    parse: Callable[[str], float] = last_number
+    sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    concurrency: int = 16
+    timeout_s: float = 30.0
+    retries: int = 3
+
+    def __post_init__(self) -> None:
+        options: Any = {"timeout": self.timeout_s, "max_retries": self.retries}
+        options["api_key"] = os.environ.get("OPENAI_API_KEY", "none")
+        self._client = openai.AsyncOpenAI(base_url=self.url, **options)
+        self._free = asyncio.Semaphore(self.concurrency)
         self._cache: dict[str, Score] = {}
 
     async def __call__(
@@ -97,22 +87,20 @@ class Judge:
             facts = {name: column[i] for name, column in columns.items()}
             facts |= {"prompt": text_of(prompts[i]), "completion": text_of(completions[i])}
             facts["conversation"] = conversation(prompts[i], completions[i])
-            return re.sub(r"\{(\w+)\}", lambda x: str(facts.get(x[1], x[0])), self._prompt)
+            return re.sub(r"\{(\w+)\}", lambda x: str(facts.get(x[1], x[0])), self.prompt)
 
         return await asyncio.gather(*(self._rate(asked(i)) for i in range(len(completions))))
 
     async def _rate(self, text: str) -> Score:
         if text in self._cache:
             return self._cache[text]
-        answer = None
+        fixed: Any = {"model": self.model, "temperature": 0, **self.sampling}
+        fixed["messages"], answer = [{"role": "user", "content": text}], None
         try:
             async with self._free:
-                answer = await self._client.chat.completions.create(
-                    messages=[{"role": "user", "content": text}], **self._fixed
-                )
-            reward = float(self._parse(answer.choices[0].message.content or ""))
-            self._cache[text] = Score(reward)
-            return self._cache[text]
+                answer = await self._client.chat.completions.create(**fixed)
+            reward = float(self.parse(answer.choices[0].message.content or ""))
+            return self._cache.setdefault(text, Score(reward))
         except openai.OpenAIError as error:
             name = next(name for kind, name in _FAILURES.items() if isinstance(error, kind))
             return Score(None, name, f"{error!s:.{_MOST_TEXT}} ({error.__cause__})")

@@ -25,13 +25,16 @@ LEARNED = (VICTIM,)
 """Rewards that are no functions, which tasks or `task.reward` select by name."""
 
 
+def _named(settings: Any, own: str) -> str:
+    """Return the reward beside the reward model; a reward model replaces the task's own reward."""
+    return settings.task.reward or ("" if settings.reward.model_path else own)
+
+
 def check_reward(settings: Any, own: str, task: str) -> None:
     """Raise ConfigError if no reward is set, or its settings do not fit together.
 
     Args:
-        settings: config of the run.
-        own: the task's own reward, used if neither `task.reward` nor a reward model is set. If it
-            is also empty, an environment gives the rewards.
+        own: the task's own reward, used if neither `task.reward` nor a reward model is set.
         task: name of the task, for the error message.
     """
     reward = settings.task.reward
@@ -61,117 +64,89 @@ def reward_models(settings: Any, own: str) -> Mapping[str, str]:
 
 
 def make_source(
-    settings: Any,
-    own: str,
-    row: Row,
-    tokenizer: "Tokenizer",
-    site: "Site",
-    logs: Path | None = None,
+    settings: Any, task: Any, tokenizer: "Tokenizer", site: "Site", logs: Path | None = None
 ) -> WeightedSum | None:
     """Make the rewards of a config; None if the environment gives them.
 
     Args:
-        settings: config of the run.
-        own: the task's own reward.
-        row: a row of the data, on which the functions are tried.
+        task: the task of the config, with its own reward, and a row to try functions on.
         tokenizer: tokenizer of the responses.
         site: devices of models.
-        logs: folder of the log files of reward processes; None: their output is that of this
-            process.
+        logs: as in `WorkerPool`.
 
     Raises:
         ValueError: a reward cannot be used.
     """
-    named, reward = _named(settings, own), settings.reward
+    named, reward = _named(settings, task.reward), settings.reward
     sources: dict[str, RewardSource] = {}
     if named == VICTIM:
         from tba_jax.rewards.victim import VictimReward
 
-        options: Any = {"seed": settings.seed, "site": site}
-        sources[named] = VictimReward(settings.victim, settings.classifier, **options)
+        parts = settings.victim, settings.classifier
+        sources[named] = VictimReward(*parts, seed=settings.seed, site=site)
     elif named:
-        sources |= make_judge(settings, named, row, logs).sources
+        sources |= _functions(settings, named, task.first_row(), logs).sources
     if path := reward.model_path:
-        sources["reward_model"] = _load(path, tokenizer, site, missing_eos=reward.missing_eos)
+        sources["reward_model"] = _model(path, tokenizer, site, missing_eos=reward.missing_eos)
     weights = settings.task.reward_weights
     return WeightedSum(sources, weights, reward.max_failure_rate) if sources else None
 
 
-def _load(path: str, tokenizer: "Tokenizer", site: "Site", **options: float) -> RewardSource:
-    from tba_jax.rewards.reward_models import RewardModel
-
-    return RewardModel(path, policy_tokenizer=tokenizer, site=site, **options)
-
-
-def make_judge(settings: Any, functions: str, row: Row, logs: Path | None) -> WeightedSum:
-    """Make the sum of reward functions, whose names are separated by commas, as `make_source`."""
-    names = [name.strip() for name in functions.split(",")]
-    num_workers = 0
-    if GIVEN.keys().isdisjoint(names):
-        num_workers = max(1, (settings.reward.num_workers or workers_by_cores()) // len(names))
-    options: Any = {"num_workers": num_workers, "row": row, "logs": logs}
-    options["timeout_s"] = settings.reward.timeout_s
-    short = [name.rpartition(":")[2] for name in names]
-    sources = {
-        part if short.count(part) == 1 else name: RewardPool(name, **options)
-        for part, name in zip(short, names, strict=True)
-    }
-    return WeightedSum(sources, (), settings.reward.max_failure_rate)
-
-
 def make_gold(
-    settings: Any,
-    metric: str,
-    row: Row,
-    tokenizer: "Tokenizer",
-    site: "Site",
-    logs: Path | None = None,
+    settings: Any, task: Any, tokenizer: "Tokenizer", site: "Site", logs: Path | None = None
 ) -> RewardSource | None:
-    """Make the judge of the win rate; None without eval.gold. Arguments are as of `make_source`.
-
-    `metric` is the headline metric of the task.
+    """Make the judge of the win rate, as `make_source`; None without eval.gold.
 
     Raises:
         ValueError: the judge cannot be used or is missing, or the data has no reference responses.
     """
     gold, named = settings.eval.gold, settings.task.name
-    if not gold and metric == "win_rate":
+    if not gold and task.metric == "win_rate":
         raise ValueError(
             f"task {named} has the metric win rate, which needs a judge; set --config.eval.gold to "
             "a reward model other than the one that trains, or to package.module:function"
         )
-    if not gold:
-        return None
-    if "answer" not in row[1]:
+    row = task.first_row()
+    if gold and "answer" not in row[1]:
         raise ValueError(
             f"{gold} judges the win rate over reference responses, which are the column `answer` "
             f"of a prompt, and task {named} has no such column; add it to the data, or leave "
             "eval.gold empty"
         )
-    if path := settings.eval.gold_model:
-        return _load(path, tokenizer, site)
-    return make_judge(settings, settings.eval.gold_reward, row, logs)
+    if gold and (path := settings.eval.gold_model):
+        return _model(path, tokenizer, site)
+    return _functions(settings, settings.eval.gold_reward, row, logs) if gold else None
 
 
-def try_functions(settings: Any, own: str, row: Row) -> None:
-    """Load reward functions and judge of a config in processes; arguments as of `make_source`."""
-    for names in (_named(settings, own), settings.eval.gold_reward):
+def try_functions(settings: Any, task: Any) -> None:
+    """Load the reward functions, and those of the judge, of a config in processes."""
+    for names in (_named(settings, task.reward), settings.eval.gold_reward):
         if names and names not in LEARNED:
-            with contextlib.closing(make_judge(settings, names, row, None)) as source:
+            row = task.first_row()
+            with contextlib.closing(_functions(settings, names, row, None)) as source:
                 source.check()
 
 
 def workers_by_cores() -> int:
-    """Return the default number of reward processes: half of the cores, within limits.
-
-    The other cores serve the threads that feed devices: an idle device costs more than a late
-    reward.
-    """
+    """Return the default number of reward processes: half of the cores; others feed devices."""
     # Only on Linux the cores of this process are known.
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, min(own // 2, DEFAULT_MAX_WORKERS))
 
 
-def _named(settings: Any, own: str) -> str:
-    """Return the reward beside the reward model; a reward model replaces the task's own reward."""
-    return settings.task.reward or ("" if settings.reward.model_path else own)
+def _functions(settings: Any, functions: str, row: Row, logs: Path | None) -> WeightedSum:
+    """Make the sum of reward functions, whose names are separated by commas."""
+    names, reward = [name.strip() for name in functions.split(",")], settings.reward
+    options: Any = {"timeout_s": reward.timeout_s, "num_workers": 0, "row": row, "logs": logs}
+    if GIVEN.keys().isdisjoint(names):
+        options["num_workers"] = max(1, (reward.num_workers or workers_by_cores()) // len(names))
+    short = [name.rpartition(":")[2] for name in names]
+    labels = [part if short.count(part) == 1 else x for part, x in zip(short, names, strict=True)]
+    pools = {x: RewardPool(name, **options) for x, name in zip(labels, names, strict=True)}
+    return WeightedSum(pools, (), reward.max_failure_rate)
+
+
+def _model(path: str, tokenizer: "Tokenizer", site: "Site", **options: float) -> RewardSource:
+    from tba_jax.rewards.reward_models import RewardModel
+
+    return RewardModel(path, policy_tokenizer=tokenizer, site=site, **options)

@@ -33,11 +33,8 @@ from tba_jax.rewards.scores import Completions, RewardSource, Score
 
 ROWS = 32
 """Rows of a batch."""
-# Row lengths of reward models are padded to a multiple of this, so that few lengths are compiled.
-_LENGTH_STEP = 64
-# Length limits of a classifier's input.
-_ENCODER_TOKENS = 128
-_GUARD_TOKENS = 512
+_LENGTH_STEP = 64  # rows of reward models are padded to a multiple, so that few lengths compile
+_ENCODER_TOKENS, _GUARD_TOKENS = 128, 512  # limits of a classifier's input
 # Probability of a text that does not match a pattern. It is above 0, so that its logarithm is
 # finite and every further match changes the mean.
 _MISS_PROB = 0.01
@@ -76,21 +73,23 @@ class RowScorer(NamedTuple):
         Raises:
             ValueError: a row is longer than the largest padded length.
         """
+        order = np.argsort([len(row) for row in rows], kind="stable")
+        # All batches are dispatched before the first result is awaited.
+        batches = [order[i : i + ROWS] for i in range(0, len(order), ROWS)]
+        found = [self.program(self.params, *self._packed([rows[i] for i in x])) for x in batches]
         scores = np.zeros(len(rows))
-        order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
-        pending: list[tuple[list[int], Array]] = []
-        for start in range(0, len(order), ROWS):
-            chosen = order[start : start + ROWS]
-            length = bucket_length(len(rows[chosen[-1]]), self.lengths)
-            tokens = np.full((ROWS, length), self.pad_id, np.int32)
-            mask = np.zeros((ROWS, length), bool)
-            for j, i in enumerate(chosen + chosen[:1] * (ROWS - len(chosen))):
-                tokens[j, : len(rows[i])], mask[j, : len(rows[i])] = rows[i], True
-            # Dispatched without waiting, so that the next batch is packed concurrently.
-            pending.append((chosen, self.program(self.params, tokens, mask)))
-        for chosen, values in pending:
+        for chosen, values in zip(batches, found, strict=True):
             scores[chosen] = np.asarray(values, np.float64)[: len(chosen)]
         return scores
+
+    def _packed(self, rows: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+        """Return tokens and mask [ROWS s] of rows, of which the last is the longest."""
+        shape = ROWS, bucket_length(len(rows[-1]), self.lengths)
+        tokens, mask = np.full(shape, self.pad_id, np.int32), np.zeros(shape, bool)
+        for j in range(ROWS):  # a batch is filled with its first row
+            row = rows[j if j < len(rows) else 0]
+            tokens[j, : len(row)], mask[j, : len(row)] = row, True
+        return tokens, mask
 
 
 class RewardModel(RewardSource):
@@ -113,12 +112,7 @@ class RewardModel(RewardSource):
     """
 
     def __init__(
-        self,
-        path: str,
-        *,
-        policy_tokenizer: Tokenizer,
-        site: Site,
-        missing_eos: float = math.inf,
+        self, path: str, *, policy_tokenizer: Tokenizer, site: Site, missing_eos: float = math.inf
     ) -> None:
         self._where, self._missing_eos = f"reward model {path}", missing_eos
         found = models.describe(path)
@@ -148,7 +142,7 @@ class RewardModel(RewardSource):
 
     def _place(self, site: Site, params: Params) -> None:
         self._site, most = site, self._config.max_positions
-        program = site.locked(_score_program(self._config, self._dtype, site.program_site))
+        program = site.locked(_program("score", self._config, 0, self._dtype, site.program_site))
         lengths = [*range(_LENGTH_STEP, most, _LENGTH_STEP), most]
         self._scores = RowScorer(program, params, lengths, self._tokenizer.pad_id)
 
@@ -198,20 +192,20 @@ class RewardModel(RewardSource):
 def make_classifier(settings: ClassifierSettings, site: Site) -> Classifier:
     """Return a function for the probability of a class: toxic, unsafe, or matching a pattern.
 
-    It is a sequence classifier (RoBERTa), a guard language model that writes a verdict
-    (Llama-Guard), or a regular expression for small tests. A model is on the first device of a
-    site.
+    It is a sequence classifier (RoBERTa) of the response, a guard language model that writes a
+    verdict (Llama-Guard) on the conversation, or a regular expression for small tests. A model is
+    on the first device of a site.
 
     Raises:
         ValueError: the settings or the model cannot be used.
     """
-    if not settings.path:
-        return _make_pattern(settings.target)
-    folder = folders.resolve(settings.path, with_weights=False)
+    path, target = settings.path, settings.target
+    if not path:
+        return _make_pattern(target)
+    folder = folders.resolve(path, with_weights=False)
     is_encoder = folders.load_config(folder).get("model_type") in ("bert", "roberta")
     with jax.default_device(device := site.mesh.devices.flat[0]):
-        make = _make_encoder if is_encoder else _make_guard
-        scores, row = make(settings.path, settings.target, site)
+        scores, row = (_make_encoder if is_encoder else _make_guard)(path, target, site)
     scores = scores._replace(params=jax.device_put(scores.params, device))
     return lambda prompts, responses: scores(list(map(row, prompts, responses)))
 
@@ -233,10 +227,7 @@ _Row = Callable[[str, str], np.ndarray]  # (prompt, response) -> tokens
 
 
 def _make_encoder(path: str, target: str, site: Site) -> tuple[RowScorer, _Row]:
-    """Return a RoBERTa classifier of the response alone; long responses are truncated.
-
-    Its value is the log-softmax of the model's logits at the target label.
-    """
+    """Return log p(label | response) by an encoder; long responses are truncated."""
     dtype = judge_dtype(site)
     config, params = encoder.load(path, param_dtype=jnp.dtype(dtype))
     if target not in config.labels:
@@ -246,13 +237,13 @@ def _make_encoder(path: str, target: str, site: Site) -> tuple[RowScorer, _Row]:
             "Set it to one of its labels"
         )
     tokenizer, most = Tokenizer.load(path), min(_ENCODER_TOKENS, config.max_tokens)
-    program = _label_program(config, config.labels.index(target), dtype)
+    program = _program("label", config, config.labels.index(target), dtype, site.program_site)
     scores = RowScorer(program, params, length_buckets(most, 3), tokenizer.pad_id)
     return scores, lambda _, response: tokenizer.encode_complete(response, most)
 
 
 def _make_guard(path: str, target: str, site: Site) -> tuple[RowScorer, _Row]:
-    """Return log p(verdict | conversation) of a guard, a language model with a chat template.
+    """Return log p(verdict | conversation) by a language model with a chat template.
 
     The verdict is scored as the model's reply. A conversation that is too long is an error.
     """
@@ -269,47 +260,40 @@ def _make_guard(path: str, target: str, site: Site) -> tuple[RowScorer, _Row]:
     tokenizer.format_chat([{"role": "user", "content": "a"}])  # fails without a template
 
     def row(prompt: str, response: str) -> np.ndarray:
-        messages = [{"role": "user", "content": prompt}]
-        messages += [{"role": "assistant", "content": response}]
+        sides = (("user", prompt), ("assistant", response))
+        messages = [{"role": role, "content": content} for role, content in sides]
         text = tokenizer.format_chat(messages, is_complete=True)
         return np.concatenate([tokenizer.encode(text, add_bos=False), verdict])
 
     most = min(_GUARD_TOKENS + len(verdict), config.max_positions)
-    program = _verdict_program(config, len(verdict), dtype, site.program_site)
+    program = _program("verdict", config, len(verdict), dtype, site.program_site)
     return RowScorer(program, params, length_buckets(most, 3), tokenizer.pad_id), row
 
 
-# Programs; models on several devices share them.
-
-
 @functools.cache
-def _score_program(config: Any, dtype: str, site: Site) -> Program:
-    """Return the program of a classifier with one label."""
-    how: Any = {"config": config, "compute_dtype": jnp.dtype(dtype)}
+def _program(kind: str, config: Any, number: int, dtype: str, site: Site) -> Program:
+    """Return a program, which models on several devices share.
+
+    Args:
+        kind: "score" of a classifier with one label, "label" (log p of label `number` by an
+            encoder), or "verdict" (log p of the last `number` tokens).
+        site: devices of the model.
+    """
+    how: dict[str, Any] = {"config": config, "compute_dtype": jnp.dtype(dtype)}
+    if kind == "label":
+        return jax.jit(lambda *rows: jax.nn.log_softmax(encoder.classify(*rows, **how))[:, number])
     how["sharding"] = ComputeSharding(config, site)
-    return jax.jit(lambda *inputs: classifier.classify(*inputs, **how)[:, 0])
-
-
-@functools.cache
-def _label_program(config: encoder.EncoderConfig, label: int, dtype: str) -> Program:
-    """Return the program of log p(label)."""
-    how: Any = {"config": config, "compute_dtype": jnp.dtype(dtype)}
-    return jax.jit(lambda *inputs: jax.nn.log_softmax(encoder.classify(*inputs, **how))[:, label])
-
-
-@functools.cache
-def _verdict_program(config: Any, size: int, dtype: str, site: Site) -> Program:
-    """Return the program of log p(last `size` tokens)."""
-    how: Any = {"config": config, "scoring": Scoring(compute_dtype=dtype)}
-    how["sharding"] = ComputeSharding(config, site)
+    if kind == "score":
+        return jax.jit(lambda *rows: classifier.classify(*rows, **how)[:, 0])
+    how["scoring"] = Scoring(compute_dtype=how.pop("compute_dtype"))
 
     @jax.jit
     def program(params: Params, tokens: Array, mask: Array) -> Array:
         lengths = jnp.sum(mask, axis=1)
         # Left-padded, so that the last tokens of all rows have the same place.
         tokens = jax.vmap(jnp.roll)(tokens, tokens.shape[1] - lengths)
-        prompts, sizes = lengths - size, jnp.full((len(tokens), 1), size, jnp.int32)
-        found = row_token_logprobs(params, tokens, prompts, sizes, response_bucket=size, **how)
+        prompts, sizes = lengths - number, jnp.full((len(tokens), 1), number, jnp.int32)
+        found = row_token_logprobs(params, tokens, prompts, sizes, response_bucket=number, **how)
         return jnp.sum(found[:, 0], axis=-1)
 
     return program

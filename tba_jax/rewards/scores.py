@@ -7,6 +7,7 @@ Invariant: every response gets a finite reward or a named reason, in the order o
 import asyncio
 import dataclasses
 import math
+import statistics
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,10 +18,8 @@ if TYPE_CHECKING:
     from tba_jax.devices.site import Site
     from tba_jax.flow.trajectory import Prompt
 
-NONE = "reward_none"
-"""Reason of a response to which no reward applies."""
-TOO_LONG = "attack_too_long"
-"""Reason of an attack that the victim cannot read."""
+NONE, TOO_LONG = "reward_none", "attack_too_long"
+"""Reasons of a response to which no reward applies, and of an attack that no victim can read."""
 
 
 class Completions(NamedTuple):
@@ -71,11 +70,7 @@ class RewardSource:
     """Thread-safe source of rewards; a subclass has at least `score`."""
 
     def check(self) -> None:
-        """Wait until rewards can be computed.
-
-        Raises:
-            ValueError, RewardFailure: rewards cannot be computed.
-        """
+        """Wait until rewards can be computed; raise ValueError or RewardFailure if they cannot."""
 
     async def score(self, completions: Completions) -> list[Score]:
         """Return a reward or a reason for each response."""
@@ -97,24 +92,20 @@ def summed(scores: Mapping[str, Score], weights: Iterable[float]) -> Score:
     """
     parts: dict[str, float] = {}
     for name, score in scores.items():
-        parts |= score.parts
-        if len(scores) > 1:
-            parts[name] = math.nan if score.reward is None else score.reward
+        own = {name: math.nan if score.reward is None else score.reward}
+        parts |= {**score.parts, **(own if len(scores) > 1 else {})}
     broken = [score for score in scores.values() if score.reason not in (None, NONE)]
     pairs = zip(weights, scores.values(), strict=True)
     known = [weight * score.reward for weight, score in pairs if score.reward is not None]
     if broken or not known:
-        return (broken or list(scores.values()))[0]._replace(parts=parts)
+        return [*broken, *scores.values()][0]._replace(parts=parts)
     return Score(math.fsum(known), parts=parts)
 
 
 def part_means(parts: Mapping[str, Sequence[float]]) -> dict[str, float]:
     """Return the mean of each part over the items to which it applies, as `reward_part_NAME`."""
-    means = {}
-    for name, values in parts.items():
-        known = [value for value in values if not math.isnan(value)]
-        means[f"reward_part_{name}"] = math.fsum(known) / len(known) if known else math.nan
-    return means
+    known = {name: [x for x in values if not math.isnan(x)] for name, values in parts.items()}
+    return {f"reward_part_{k}": statistics.fmean(v) if v else math.nan for k, v in known.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -166,12 +157,9 @@ class WeightedSum(RewardSource):
 
 
 class Grade(NamedTuple):
-    """Text of a response, its score, and whether it is of the task's first kind.
+    """Text of a response, its score, and whether it is of the task's first kind, if it has kinds.
 
-    Attributes:
-        text: the response as text, without special tokens.
-        reward, reason, parts: as in `Score`; all responses of a call have the same parts.
-        is_first_kind: False for tasks without kinds.
+    All responses of a call have the same parts.
     """
 
     text: str
@@ -212,10 +200,8 @@ class Grader:
         """Grade n responses, of one group or of a whole round.
 
         Args:
-            responses: int32 [t] each, end-of-sequence included.
-            has_eos: False if the length limit cut the response.
-            verdicts: results of the environments of the responses; None: the environment gives no
-                rewards.
+            responses, has_eos: as `Completions.ids` and `Completions.has_eos`.
+            verdicts: results of the environments; None: an environment gives no rewards.
         """
         texts, given = self.decode_text(responses), verdicts or [None] * len(responses)
         scores = [verdict or Score(None, NONE) for verdict in given]
@@ -227,12 +213,12 @@ class Grader:
             for i, score in zip(asked, asyncio.run(self.rewards.score(chosen)), strict=True):
                 both = {"environment": scores[i], "task.reward": score}
                 scores[i] = score if given[i] is None else summed(both, (1.0, 1.0))
-        names, grades = dict.fromkeys(name for score in scores for name in score.parts), []
+        names = [name for score in scores for name in score.parts]
+        absent, grades = dict.fromkeys([*names, *self.data_sets], math.nan), []
         for prompt, text, score in zip(prompts, texts, scores, strict=True):
-            parts = {name: score.parts.get(name, math.nan) for name in names}
-            for name in self.data_sets:
-                own = score.reward if prompt.columns["data_set"] == name else None
-                parts[name] = math.nan if own is None else own
+            parts = {**absent, **score.parts}
+            if self.data_sets and score.reward is not None:
+                parts[prompt.columns["data_set"]] = score.reward
             is_first = bool(self.first_kind) and self.response_kind(text) == self.first_kind
             grades.append(Grade(text, score.reward, score.reason, parts, is_first))
         return grades

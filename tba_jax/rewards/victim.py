@@ -11,7 +11,6 @@ import copy
 import hashlib
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,35 +21,15 @@ from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.devices.site import Site, any_device
 from tba_jax.models import model as models
 from tba_jax.models.transformer import Params
-from tba_jax.rewards.config import (
-    ATTACK,
-    CHAT_TEMPLATE,
-    START_MODEL,
-    ClassifierSettings,
-    VictimSettings,
-)
+from tba_jax.rewards import config as rewards
 from tba_jax.rewards.reward_models import judge_dtype, make_classifier
 from tba_jax.rewards.scores import TOO_LONG, Completions, RewardSource, Score
 
-# Sampling of the victim in the paper.
-_TEMPERATURE = 0.7
-_TOP_P = 0.92
-# Number of responses that the victim decodes at a time.
-_SLOTS = 256
-
-
-class VictimLimits(NamedTuple):
-    """Number of responses to each attack; tokens of a response, and of the victim's prompt."""
-
-    num_samples: int
-    new_tokens: int
-    prompt_tokens: int
-
-
-LIMITS = VictimLimits(num_samples=5, new_tokens=30, prompt_tokens=128)
-"""Limits of the paper."""
-START_MODEL_LIMITS = VictimLimits(num_samples=3, new_tokens=6, prompt_tokens=13)
-"""Limits of the embedded start model, whose answer to a sum has a few characters."""
+# Responses to each attack, tokens of a response, and tokens of the victim's prompt: of the paper,
+# and of the embedded start model, whose answer to a sum has a few characters.
+_LIMITS, _START_MODEL_LIMITS = (5, 30, 128), (3, 6, 13)
+_TEMPERATURE, _TOP_P = 0.7, 0.92  # of the paper
+_SLOTS = 256  # responses that the victim decodes at a time
 
 
 class VictimReward(RewardSource):
@@ -65,9 +44,14 @@ class VictimReward(RewardSource):
     """
 
     def __init__(
-        self, victim: VictimSettings, classifier: ClassifierSettings, *, seed: int, site: Site
+        self,
+        victim: rewards.VictimSettings,
+        classifier: rewards.ClassifierSettings,
+        *,
+        seed: int,
+        site: Site,
     ) -> None:
-        path, dtype = victim.path or START_MODEL, jnp.dtype(judge_dtype(site))
+        path, dtype = victim.path or rewards.START_MODEL, jnp.dtype(judge_dtype(site))
         with jax.default_device(site.mesh.devices.flat[0]):
             config, params, self._tokenizer = models.load(path, param_dtype=dtype)
         if config.num_labels:
@@ -75,19 +59,18 @@ class VictimReward(RewardSource):
                 f"victim.path={path}: a classifier with {config.num_labels} labels; wanted a "
                 "language model"
             )
-        self._limits = limits = START_MODEL_LIMITS if path == START_MODEL else LIMITS
-        self._template = victim.template
-        self._classifier, self._seed = classifier, seed
+        limits = _START_MODEL_LIMITS if path == rewards.START_MODEL else _LIMITS
+        self._num_samples, self._new_tokens, most = limits
+        self._template, self._classifier, self._seed = victim.template, classifier, seed
         self.format("a")  # fail early if the template is not usable
-        # The length limit of the prompt, within the model's positions.
-        self._longest = min(limits.prompt_tokens, config.max_positions - limits.new_tokens)
+        self._longest = min(most, config.max_positions - self._new_tokens)  # tokens of a prompt
         self._decoder = Decoder(
             config,
             compute_dtype=dtype,
             eos_ids=self._tokenizer.eos_ids,
             pad_id=self._tokenizer.pad_id,
             prompt_tokens=self._longest,
-            max_length=self._longest + limits.new_tokens,
+            max_length=self._longest + self._new_tokens,
             site=any_device(site.platform),
         )
         self._place(site, self._decoder.weights(params))
@@ -106,13 +89,13 @@ class VictimReward(RewardSource):
 
     def format(self, attack: str) -> str:
         """Return the victim's prompt for an attack."""
-        if self._template == CHAT_TEMPLATE:
+        if self._template == rewards.CHAT_TEMPLATE:
             return self._tokenizer.format_chat([{"role": "user", "content": attack}])
-        return self._template.replace(ATTACK, attack)
+        return self._template.replace(rewards.ATTACK, attack)
 
     def encode(self, attack: str) -> np.ndarray | None:
         """Return token IDs of the victim's prompt; None if the prompt is empty or too long."""
-        is_chat = self._template == CHAT_TEMPLATE
+        is_chat = self._template == rewards.CHAT_TEMPLATE
         tokens = self._tokenizer.encode(self.format(attack), add_bos=not is_chat)
         return tokens if 0 < len(tokens) <= self._longest else None
 
@@ -122,16 +105,15 @@ class VictimReward(RewardSource):
         The part `toxicity` is the mean probability of the class. An attack whose prompt is empty,
         or too long, is rejected as `attack_too_long`.
         """
-        prompts = {i: self.encode(attack) for i, attack in enumerate(completions.texts)}
-        kept = {i: tokens for i, tokens in prompts.items() if tokens is not None}
+        prompts = [self.encode(attack) for attack in completions.texts]
+        kept = {i: tokens for i, tokens in enumerate(prompts) if tokens is not None}
         scores = [Score(None, TOO_LONG, "the attack is too long", {"toxicity": math.nan})]
         scores *= len(prompts)
         if kept:
             attacks = [completions.texts[i] for i in kept]
-            logprobs = self._logprobs(attacks, list(kept.values()), completions.ids)
+            logprobs = self._logprobs(attacks, [*kept.values()], completions.ids)
             for i, row in zip(kept, logprobs, strict=True):
-                parts = {"toxicity": float(np.exp(row).mean())}
-                scores[i] = Score(float(row.mean()), parts=parts)
+                scores[i] = Score(float(row.mean()), parts={"toxicity": float(np.exp(row).mean())})
         return scores
 
     def _logprobs(
@@ -144,15 +126,14 @@ class VictimReward(RewardSource):
         # The key depends on the content of the call, so a repeated round gets the same responses.
         # An attack that is repeated in another call gets new responses of the victim.
         key = jax.random.key(int.from_bytes(digest.digest()[:4], "big"))
-        n, new_tokens, _ = self._limits
         decoded = self._decoder.decode(
             self._weights,
             prompts,
-            num_samples=n,
+            num_samples=self._num_samples,
             key=key,
-            settings=SamplingSettings(new_tokens, temperature=_TEMPERATURE, top_p=_TOP_P),
+            settings=SamplingSettings(self._new_tokens, temperature=_TEMPERATURE, top_p=_TOP_P),
             num_slots=_SLOTS,
         )
         texts = self._tokenizer.batch_decode([y.tokens for row in decoded for y in row])
-        logprobs = self._classify([attack for attack in attacks for _ in range(n)], texts)
-        return logprobs.reshape(len(attacks), n)
+        logprobs = self._classify([x for x in attacks for _ in range(self._num_samples)], texts)
+        return logprobs.reshape(len(attacks), self._num_samples)

@@ -219,7 +219,7 @@ def build(
     shared.rewards.check()
     task, tokenizer, is_primary = shared.task, shared.tokenizer, cluster.is_primary
     if is_primary and not shared.sites.searchers:  # other processes grade
-        try_functions(config, task.reward, task.first_row())
+        try_functions(config, task)
     checkpoints = Checkpoints(
         storage_of(shared.workdir),
         before_commit=functools.partial(upload, shared.workdir),

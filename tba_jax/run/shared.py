@@ -145,10 +145,10 @@ def open_shared(
     policy, tokenizer = model_parts.policy_config(config, model.config), model.load_tokenizer()
     rewards, logs = Rewards(), folder / "logs"
     if sites.searchers:
-        parts = (task.first_row(), tokenizer, sites.searchers[0], logs)
+        parts = (config, task, tokenizer, sites.searchers[0], logs)
         rewards = Rewards(
-            make_source(config, task.reward, *parts),
-            make_gold(config, task.metric, *parts),
+            make_source(*parts),
+            make_gold(*parts),
             task_parts.make_environments(config, tokenizer, logs),
             task_parts.make_server(config, policy, tokenizer, folder),
         )

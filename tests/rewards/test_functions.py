@@ -6,6 +6,7 @@ import contextlib
 import math
 import os
 import textwrap
+import types
 
 import numpy as np
 import pytest
@@ -173,7 +174,8 @@ def test_the_weighted_sum_of_the_functions_that_apply(path):
     changes = {"task.reward_weights": (1.0, 10.0, 0.5), "reward.num_workers": 1}
     settings = make_config({"task.reward": names, **changes})
     ids = [np.array(x, np.int32) for x in ([2], [2, 2], [])]
-    with contextlib.closing(make_source(settings, "", ("", {}), None, None)) as source:
+    task = types.SimpleNamespace(reward="", first_row=lambda: ("", {}))
+    with contextlib.closing(make_source(settings, task, None, None)) as source:
         texts = ["ab", "skip", "abc"]
         found = asyncio.run(source.score(Completions([""] * 3, texts, {}, ids, [True] * 3)))
     assert [score[:3] for score in found] == [(13.0, None, ""), (6.0, None, ""), (13.0, None, "")]

@@ -37,7 +37,7 @@ def of_task(name, data_path="", **changes):
 
 
 def make_rewards(config, task, tokenizer, sites):
-    return make_source(config, task.reward, task.first_row(), tokenizer, sites[0])
+    return make_source(config, task, tokenizer, sites[0])
 
 
 def score(source, tokenizer, completion, has_eos=True):
@@ -148,7 +148,7 @@ def test_a_gold_model_judges_without_the_penalties_of_training(tokenizer):
         config,
         {"reward.missing_eos": -1.0, "eval.gold": REWARD_MODEL},
     )
-    gold = make_gold(config, task.metric, task.first_row(), tokenizer, SITES[0])
+    gold = make_gold(config, task, tokenizer, SITES[0])
     config = replace(config, {"reward.model_path": REWARD_MODEL})
     trains = make_rewards(config, task, tokenizer, SITES)
     assert score(gold, tokenizer, "abc") == pytest.approx(score(trains, tokenizer, "abc"), abs=1e-5)
@@ -163,4 +163,4 @@ def test_a_judge_of_responses_without_references_is_refused(tokenizer, tmp_path)
     for judge in ("a.b:c", REWARD_MODEL):
         judged = replace(config, {"eval.gold": judge})
         with pytest.raises(ValueError, match=r"task custom has no such column; add it to the data"):
-            make_gold(judged, task.metric, task.first_row(), tokenizer, SITES[0])
+            make_gold(judged, task, tokenizer, SITES[0])
