@@ -31,14 +31,9 @@ def test_last_boxed(text, boxed):
     assert last_boxed(text) == boxed
 
 
-def rewards_of(completions, gold):
-    n = len(completions)
-    return math_reward(prompts=[""] * n, completions=completions, answer=[gold] * n)
-
-
 def test_gold_answer_that_cannot_be_read_is_refused():
     with pytest.raises(ValueError, match="math-verify cannot parse the gold answer"):
-        rewards_of([r"\boxed{1}"], "")
+        math_reward(prompts=[""], completions=[r"\boxed{1}"], answer=[""])
 
 
 # kind: right (as written), equivalent (otherwise written), wrong, malformed; right: the truth;
