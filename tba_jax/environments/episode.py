@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """One episode with its environment: a coroutine on the loop of the environments' pool.
 
-An environment is user code: it may hang, raise, end its process, or return invalid values. The text
-or tool results of a class become the prompt of the policy's next turn. An `Agent` is a program with
-an OpenAI client, whose requests go to its own base URL on this machine's loopback interface.
-Sampled tokens are never encoded again: a prompt begins with all tokens of an earlier turn of its
-path, or it begins a new path: the episode forks.
+The text or tool results of a class become the prompt of the policy's next turn. An `Agent` is a
+program with an OpenAI client, whose requests go to its own base URL. Sampled tokens are never
+encoded again: a prompt begins with all tokens of an earlier turn of its path, or it begins a new
+path: the episode forks.
 
-Invariants: a failure has a name and gives no reward. Every token that is not an observation has the
-log-prob of the distribution it was sampled from. A request that is open when its episode ends
-receives an error.
+Invariants: a failure of the user's code has a name and gives no reward. Every token that is not an
+observation has the log-prob of the distribution it was sampled from. A request that is open when
+its episode ends receives an error.
 """
 
 import asyncio
@@ -92,10 +91,6 @@ class Episode(NamedTuple):
         return len(self.tokens) if self.is_sampled is None else int(self.is_sampled.sum())
 
 
-class Rejected(Failure):
-    """An episode failed."""
-
-
 class Attempt(NamedTuple):
     """What an episode begins with; the fields are those of `Episode` and `Session.submit`."""
 
@@ -108,22 +103,30 @@ class Attempt(NamedTuple):
 
 
 Sample = Callable[[Attempt, np.ndarray, np.ndarray, SamplingSettings], Awaitable[Response]]
-"""Samples a turn: (attempt, prompt, int32 [s], key, settings) -> response; raises `Rejected`."""
+"""Samples a turn: (attempt, prompt, int32 [s], key, settings) -> response; raises `Failure`."""
+
+# Columns of `Episode`, for each token of a path.
+_TOKENS = [("id", np.int32), ("logprob", np.float32), ("is_sampled", bool), ("version", np.int32)]
+
+
+def _table(ids: Any, logprob: Any = 0.0, is_sampled: bool = False, version: Any = 0) -> np.ndarray:
+    """Return tokens as a structured array [s], whose columns are those of `_TOKENS`."""
+    table = np.empty(len(ids), _TOKENS)
+    for name, value in zip(table.dtype.names, (ids, logprob, is_sampled, version), strict=True):
+        table[name] = value
+    return table
 
 
 class _Path(NamedTuple):
-    """One path of an episode: all its tokens, with those of the task's prompt, as arrays [s].
+    """One path of an episode.
 
     Attributes:
-        tokens, token_logprobs, is_sampled, token_versions: as in `Episode`.
+        tokens: all tokens as of `_table`, with those of the task's prompt.
         num_before: number of tokens before the newest turn.
         messages: of a chat, with the answer of the newest turn.
     """
 
     tokens: np.ndarray
-    token_logprobs: np.ndarray
-    is_sampled: np.ndarray
-    token_versions: np.ndarray
     num_before: int = 0
     messages: Messages = ()
 
@@ -150,10 +153,10 @@ class Environment:
             if not self._num_turns:
                 limit = f"search.max_new_tokens = {self.attempt.settings.max_new_tokens}"
                 text = f"no turn was sampled: none was requested, or the first text fills {limit}"
-                raise Rejected("environment_no_turn", text)
+                raise Failure("environment_no_turn", text)
             if self.pool.has_reward:
                 verdict = Score(reward, "reward_none" if reward is None else None)
-        except Rejected as error:
+        except Failure as error:
             self.pool.failures.report(error.name, str(error), "episode(s) rejected as")
             verdict = Score(None, error.name)
         finally:
@@ -162,7 +165,7 @@ class Environment:
         return self._episode(self.limit or finish, verdict, waited_s)
 
     async def play(self) -> tuple[FinishReason, float | None]:
-        """Return finish, unless a limit is reached, and reward; raise Rejected or WorkerFailed."""
+        """Return finish, unless a limit is reached, and reward; raise Failure or WorkerFailed."""
         answer = await self.ask(("begin", self.row), "reset")
         while "finish" not in answer:
             try:
@@ -171,7 +174,7 @@ class Environment:
                 # An environment receives no turn that the limit of tokens has cut.
                 message = None if response is None or self.limit else self._read(number, response)
             except ValueError as error:
-                raise Rejected("environment_template", str(error)) from error
+                raise Failure("environment_template", str(error)) from error
             answer = await self.ask(message, "the reward" if message is None else "a turn")
         return answer["finish"], answer["reward"]
 
@@ -184,9 +187,9 @@ class Environment:
                 raise
             name = error.name if error.name in ("timeout", "lost") else "crash"
             hint = " (reward.timeout_s)" if name == "timeout" else ""
-            raise Rejected(f"environment_{name}", f"{error}{hint}") from error
+            raise Failure(f"environment_{name}", f"{error}{hint}") from error
         if "failure" in answer:
-            raise Rejected(answer["failure"], answer["reason"])
+            raise Failure(answer["failure"], answer["reason"])
         return answer
 
     async def turn(
@@ -200,7 +203,7 @@ class Environment:
             wanted: settings of a request: maximum number of tokens, and texts that end the turn.
 
         Raises:
-            Rejected: the tokens are not valid.
+            Failure: the tokens are not valid.
         """
         start, settings = self.attempt.prompt.tokens, self.attempt.settings
         if self._num_turns >= self.pool.max_turns:
@@ -210,12 +213,11 @@ class Environment:
             if not np.array_equal(prompt[: len(start)], start):
                 text = f"a request begins with token {prompt[0]}, and not with the prompt of the "
                 text += f"task, {start[:4].tolist()}: use chat messages or plain text in both"
-                raise Rejected("environment_first_token", text)
-            zeros = np.zeros(len(start))
-            self.paths.append(_Path(start, zeros, zeros > 0, zeros))
-        path = self.paths[number]
-        added = np.zeros(len(prompt) - len(path.tokens))  # observations
-        num_tokens = sum(len(each.tokens) - len(start) for each in self.paths) + len(added)
+                raise Failure("environment_first_token", text)
+            self.paths.append(_Path(_table(start)))
+        before = self.paths[number].tokens
+        observed = _table(prompt[len(before) :], version=self._versions[1])
+        num_tokens = sum(len(x.tokens) - len(start) for x in self.paths) + len(observed)
         room = settings.max_new_tokens - num_tokens
         if room <= 0:
             self.limit = "length"
@@ -229,18 +231,10 @@ class Environment:
             key = fold_in(key, _TURNS + self._num_turns)
         y = await self.sample(self.attempt, prompt, key, own)
         self._sampling_s += time.monotonic() - begun_s
-        sampled = np.ones(len(y.tokens), bool)
-        drawn = y.version_max * sampled if y.token_versions is None else y.token_versions
-        if not self._num_turns:
-            self._versions = [y.version_min] * 2
-        columns = (
-            (np.concatenate([prompt, y.tokens]),),
-            (path.token_logprobs, added, y.token_logprobs),
-            (path.is_sampled, added > 0, sampled),
-            (path.token_versions, added + self._versions[1], drawn),
-        )
-        self.paths[number] = _Path(*map(np.concatenate, columns), num_before=len(prompt))
-        self._versions[1] = y.version_max
+        sampled = _table(y.tokens, y.token_logprobs, True, y.token_versions)
+        self.paths[number] = _Path(np.concatenate([before, observed, sampled]), len(prompt))
+        oldest = self._versions[0] if self._num_turns else y.version_min
+        self._versions = [oldest, y.version_max]
         self._num_turns += 1
         if not y.has_eos and len(y.tokens) >= room:
             self.limit = "length"
@@ -254,7 +248,7 @@ class Environment:
         chat_format = self.pool.served.chat
         for i, path in reversed(list(enumerate(self.paths))):
             if path.messages and continues(chat.messages, path.messages):
-                found = chat_format.bridge(*np.split(path.tokens, [path.num_before]), chat)
+                found = chat_format.bridge(*np.split(path.tokens["id"], [path.num_before]), chat)
                 if found is not None:
                     return i, found
         return len(self.paths), chat_format.prompt(chat)
@@ -263,7 +257,7 @@ class Environment:
         """Return path and prompt of the turn after a text, or after new messages of a chat."""
         start, schemas = self.attempt.prompt.tokens, self.pool.schemas
         if isinstance(added, str):
-            before = self.paths[0].tokens if self.paths else start
+            before = self.paths[0].tokens["id"] if self.paths else start
             tokens = self.pool.served.tokenizer.encode(added, add_bos=False)
             return 0, np.concatenate([before, tokens])
         self._messages += added
@@ -281,7 +275,7 @@ class Environment:
         text = served.tokenizer.decode(response.tokens)
         if not self._messages:
             return text, ()
-        prompt = path.tokens[: path.num_before]
+        prompt = path.tokens["id"][: path.num_before]
         message, calls = served.chat.read(response.tokens, text, prompt, schemas)
         self._messages.append(message)
         self.paths[number] = path._replace(messages=list(self._messages))
@@ -290,28 +284,27 @@ class Environment:
     def _episode(
         self, finish: FinishReason, verdict: Score | None, environment_s: float
     ) -> Episode:
-        start, (oldest, newest) = self.attempt.prompt.tokens, self._versions
-        paths = [path for path in self.paths if path.is_sampled.any()]
-        columns = [[column[len(start) :] for column in path[:4]] for path in paths]
-        if not paths:  # No token was sampled, but a rejected response still needs one.
-            columns = [[start[-1:], np.zeros(1), np.ones(1, bool), np.full(1, oldest)]]
-        sizes = tuple(len(tokens) for tokens, *_ in columns)
-        tokens, logprobs, is_sampled, versions = map(np.concatenate, zip(*columns, strict=True))
+        attempt, (oldest, newest) = self.attempt, self._versions
+        start = attempt.prompt.tokens
+        paths = [x.tokens[len(start) :] for x in self.paths if x.tokens["is_sampled"].any()]
+        # No token was sampled, but a rejected response still needs one.
+        paths = paths or [_table(start[-1:], is_sampled=True, version=oldest)]
+        tokens = np.concatenate(paths)
         return Episode(
-            self.attempt.request,
-            self.attempt.sample,
-            tokens.astype(np.int32),
-            logprobs.astype(np.float32),
-            is_sampled,
+            attempt.request,
+            attempt.sample,
+            tokens["id"].copy(),
+            tokens["logprob"].copy(),
+            tokens["is_sampled"].copy(),
             finish,
             oldest,
             newest,
-            self.attempt.settings.temperature,
+            attempt.settings.temperature,
             verdict,
             environment_s,
-            sizes if len(sizes) > 1 else (),
+            tuple(map(len, paths)) if len(paths) > 1 else (),
             self._num_failed_calls,
-            versions.astype(np.int32),
+            tokens["version"].copy(),
         )
 
 
@@ -328,7 +321,7 @@ class Agent(Environment):
         self.id = secrets.token_hex(16)
         self.request: asyncio.Task[Any] | None = None
         self._free = asyncio.Lock()  # held while a request is open
-        self._failed: asyncio.Future[Rejected] = asyncio.get_running_loop().create_future()
+        self._failed: asyncio.Future[Failure] = asyncio.get_running_loop().create_future()
         self._refusal = ""  # reason why further requests are refused
 
     async def play(self) -> tuple[FinishReason, float | None]:
@@ -352,7 +345,6 @@ class Agent(Environment):
             self._check_open()
             call = parse(kind, body, self.pool.served, 0)
             number, prompt = self._continued(call)
-            call = dataclasses.replace(call, prompt=prompt)
             self.request = asyncio.current_task()
             self.job.suspend_deadline()
             try:
@@ -360,9 +352,9 @@ class Agent(Environment):
             except asyncio.CancelledError:
                 self._check_open()
                 text = "the agent's client disconnected before the answer to its request"
-                self._failed.set_result(Rejected("environment_disconnect", text))
+                self._failed.set_result(Failure("environment_disconnect", text))
                 raise
-            except Rejected as error:
+            except Failure as error:
                 self._failed.set_result(error)
                 raise ApiError(str(error)) from error
             finally:
@@ -373,6 +365,7 @@ class Agent(Environment):
                 self._refusal = f"this episode has reached {limits}"
             self._check_open()
             assert response is not None
+            call = dataclasses.replace(call, prompt=prompt)
             finish = "stop" if response.has_eos else "length"
             update = Update(response.tokens, response.token_logprobs, finish)
             if kind == "chat":
@@ -390,11 +383,11 @@ class Agent(Environment):
             return self.continued_chat(call.chat)
         is_text = call.kind == "completions" and isinstance(call.request.prompt, str)
         for i, path in reversed(list(enumerate(self.paths))):
-            size, found = len(path.tokens), None
+            before, found = path.tokens["id"], None
             if is_text:
                 tokenizer = self.pool.served.tokenizer
-                found = extended(tokenizer, path.tokens, call.prompt, skip_special=True)
-            elif np.array_equal(call.prompt[:size], path.tokens):
+                found = extended(tokenizer, before, call.prompt, skip_special=True)
+            elif np.array_equal(call.prompt[: len(before)], before):
                 found = call.prompt
             if found is not None:
                 return i, found

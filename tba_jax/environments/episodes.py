@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Episodes of one turn, or of several turns with an environment, over a decode session.
 
-Searchers and evaluations use one class. A turn is a request with one sample. When a turn ends, its
-slot becomes free and the environment receives the turn. No thread waits for an environment. Caches
-of waiting conversations are kept while there is room.
+A turn is a request with one sample. When a turn ends, its slot becomes free and the environment
+receives the turn. Caches of waiting conversations are kept while there is room.
 
 Invariant: sampled tokens depend on prompt, key, turn and observations. The time of observations
 changes only the rounding of log-probs. In `run` the order of all requests is fixed, too.
@@ -22,10 +21,11 @@ import numpy as np
 
 from tba_jax.decoding.engine import Decoder, Session
 from tba_jax.decoding.requests import Response, SamplingSettings, Statistics
-from tba_jax.environments.episode import Attempt, Episode, Rejected
+from tba_jax.environments.episode import Attempt, Episode
 from tba_jax.environments.pool import EnvironmentPool
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.transformer import Params
+from tba_jax.serving.failures import Failure
 from tba_jax.serving.vllm import InferenceServer, ServerSession
 from tba_jax.workers import MOST_DEADLINES, START_TIMEOUT_S, WorkerFailed
 
@@ -38,20 +38,19 @@ Sessions = Decoder | InferenceServer
 
 
 class _Turn(NamedTuple):
-    """A turn that an episode awaits on the loop of the environments."""
+    """A turn that an episode awaits."""
 
     prompt: np.ndarray
     key: np.ndarray
     settings: SamplingSettings
-    future: "asyncio.Future[Response]"
+    future: "concurrent.futures.Future[Response]"
 
 
 class EpisodeSession:
     """Session of episodes in the slots of a decode session; one thread calls it.
 
-    Args:
-        session: the decode session.
-        environments: environments of the task; None: episodes of one turn.
+    Without environments, episodes have one turn. Methods and properties without a description are
+    those of `decoding.engine.Session`.
     """
 
     def __init__(
@@ -72,17 +71,14 @@ class EpisodeSession:
 
     @property
     def version(self) -> int:
-        """Return the version of the weights."""
         return self._session.version
 
     @property
     def statistics(self) -> Statistics:
-        """Return the statistics of the decode session; `tokens` counts sampled tokens."""
         return self._session.statistics
 
     @property
     def is_idle(self) -> bool:
-        """Return whether there is no unfinished episode."""
         return self._session.is_idle and not (self._queued or self._open or self._ended)
 
     @property
@@ -101,7 +97,6 @@ class EpisodeSession:
         return self._session.is_idle and not self._ended
 
     def swap(self, params: Params, version: int) -> None:
-        """Continue with other weights."""
         self._session.swap(params, version)
 
     def submit(
@@ -111,10 +106,7 @@ class EpisodeSession:
         settings: SamplingSettings,
         temperatures: np.ndarray,
     ) -> int:
-        """Queue episodes of one prompt; arguments and result are those of `Session.submit`.
-
-        `max_new_tokens` of the settings limits the tokens of an episode, observations included.
-        """
+        """Queue episodes of one prompt, whose `max_new_tokens` includes observations."""
         if self._environments is None:
             return self._session.submit(prompt.tokens, keys, settings, temperatures)
         index = self._num_submitted
@@ -125,7 +117,7 @@ class EpisodeSession:
         return index
 
     def step(self) -> list[Episode]:
-        """Process the answers of environments, run one chunk, and return the finished episodes."""
+        """Continue answered episodes, run one chunk, and return the finished episodes."""
         if self._environments is None:
             return list(map(_episode_of, self._session.step()))
         self._poll()
@@ -155,16 +147,15 @@ class EpisodeSession:
                 self._answer(*self._sampled.pop(response.request), response)
 
     def _next_arrived(self) -> tuple[Attempt, Any]:
-        """Wait for a turn or end of an episode: longer than a worker may take to start and call."""
+        """Wait for a turn or an end: longer than a worker may take to start and call."""
         timeout_s = self._environments.timeout_s if self._environments else 0.0
         limit_s = START_TIMEOUT_S + MOST_DEADLINES * timeout_s + _SLACK_S
         try:
             return self._arrived.get(timeout=limit_s)
         except queue.Empty:
             raise RuntimeError(
-                f"no environment answered within {limit_s:.0f} s, although its calls have a "
-                f"deadline (reward.timeout_s = {timeout_s:g}): the machine is overloaded. Run the "
-                "same command again to continue"
+                f"no environment answered within {limit_s:.0f} s (reward.timeout_s = "
+                f"{timeout_s:g}): the machine is overloaded. Run the same command again to continue"
             ) from None
 
     def _poll(self) -> None:
@@ -188,9 +179,9 @@ class EpisodeSession:
         self, attempt: Attempt, prompt: np.ndarray, key: np.ndarray, settings: SamplingSettings
     ) -> Response:
         """Await a turn, on the loop of the environments; see `episode.Sample`."""
-        future = asyncio.get_running_loop().create_future()
-        self._arrived.put((attempt, _Turn(prompt, key, settings, future)))
-        return await future
+        turn = _Turn(prompt, key, settings, concurrent.futures.Future())
+        self._arrived.put((attempt, turn))
+        return await asyncio.wrap_future(turn.future)
 
     def _take(self, attempt: Attempt, arrived: Any) -> None:
         """Queue a turn in the decode session, or add a finished episode to the results."""
@@ -201,7 +192,7 @@ class EpisodeSession:
             try:
                 number = self._session.submit(prompt, key[None], settings, temperatures)
             except ValueError as error:  # an agent may send invalid tokens
-                self._answer(attempt, arrived, Rejected("environment_request", str(error)))
+                self._answer(attempt, arrived, Failure("environment_request", str(error)))
             else:
                 self._sampled[number] = attempt, arrived
             return
@@ -214,30 +205,22 @@ class EpisodeSession:
             self._session.forget(np.concatenate([attempt.prompt.tokens, episode.tokens[path]]))
         self._ended.append(episode)
 
-    def _answer(self, attempt: Attempt, turn: _Turn, result: Response | Rejected) -> None:
+    def _answer(self, attempt: Attempt, turn: _Turn, result: Response | Failure) -> None:
         """Give an episode the result of a turn, unless the episode has ended meanwhile."""
         if attempt[:2] not in self._open:
             return
         self._asked.add(attempt[:2])
-        future = turn.future
-
-        def deliver() -> None:
-            if future.done():  # cancelled
-                return
-            if isinstance(result, Rejected):
-                future.set_exception(result)
-            else:
-                future.set_result(result)
-
-        with contextlib.suppress(RuntimeError):  # the environments were closed
-            future.get_loop().call_soon_threadsafe(deliver)
+        if not turn.future.set_running_or_notify_cancel():
+            return
+        if isinstance(result, Failure):
+            turn.future.set_exception(result)
+        else:
+            turn.future.set_result(result)
 
 
 def _episode_of(y: Response) -> Episode:
-    """Return an episode of one turn."""
-    row = (*y[:4], None, "eos" if y.has_eos else "length")
-    row += (y.version_min, y.version_max, y.temperature)
-    return Episode(*row, token_versions=y.token_versions)
+    end = "eos" if y.has_eos else "length", y.version_min, y.version_max, y.temperature
+    return Episode(*y[:4], None, *end, token_versions=y.token_versions)
 
 
 def open_session(
@@ -248,10 +231,7 @@ def open_session(
     num_slots: int,
     version: int = 0,
 ) -> EpisodeSession:
-    """Return a session of episodes that samples `num_slots` turns at a time, without requests.
-
-    `params`, of this version, are on the devices to run on; `environments` as of `EpisodeSession`.
-    """
-    options: dict[str, Any] = {"num_slots": num_slots, "version": version}
-    options["keeps_caches"] = environments is not None
-    return EpisodeSession(decoder.session(params, **options), environments)
+    """Return an empty session of episodes; `params`, of this version, are on its devices."""
+    keeps = environments is not None
+    session = decoder.session(params, num_slots=num_slots, version=version, keeps_caches=keeps)
+    return EpisodeSession(session, environments)

@@ -30,13 +30,8 @@ class EnvironmentPool:
         served: the policy, with the sampling settings of the run.
         max_turns: maximum number of the policy's turns in an episode.
         timeout_s: deadline of a call in seconds, and of an agent between two turns.
-        has_schemas: whether the policy reads JSON schemas of the tools.
+        has_schemas: whether `check` sets `schemas`, the JSON schemas of the tools.
         options: further arguments of `WorkerPool`.
-
-    Attributes:
-        has_reward, has_tools, is_agent: properties of the environment, set by `check`.
-        schemas: JSON schemas of the tools, set by `check` if `has_schemas`.
-        failures: failures of episodes and tool calls.
     """
 
     def __init__(
@@ -61,18 +56,11 @@ class EnvironmentPool:
 
     @property
     def first_token_only(self) -> bool:
-        """Return whether the stored prompt is only the first token of the actual prompt.
-
-        The other tokens of the prompt are then stored as observations.
-        """
+        """Return whether all tokens of a prompt but the first are stored as observations."""
         return self.is_agent or bool(self.schemas)
 
     def check(self) -> None:
-        """Wait until the environment can be created, and start the server of agents.
-
-        Raises:
-            ValueError: the environment cannot be created; the message has the reason.
-        """
+        """Create an environment, or raise ValueError; start the server of agents."""
         if self._is_checked:
             return
         subject = f"task.environment = {self.name!r}"

@@ -18,11 +18,7 @@ class Failure(Exception):
 
 
 class FailureLines:
-    """Counts of failures by name, and lines about them on standard error; thread-safe.
-
-    Args:
-        subject: text at the start of each line.
-    """
+    """Counts of failures by name, and lines about a subject on standard error; thread-safe."""
 
     def __init__(self, subject: str) -> None:
         self._subject, self._lock = subject, threading.Lock()
@@ -30,12 +26,9 @@ class FailureLines:
         self._reported_s: dict[str, float] = {}
 
     def report(self, name: str, text: str, what: str) -> None:
-        """Count a failure and print a line; failures of one name are printed at intervals.
+        """Count a failure and print what happened; failures of one name are printed at intervals.
 
-        Args:
-            name: name of the failure.
-            text: what happened.
-            what: words between the count and the name in the printed line.
+        `what` has the words between the count and the name in the printed line.
         """
         with self._lock:
             self._unreported[name] += 1
@@ -47,7 +40,6 @@ class FailureLines:
             num = self._unreported.pop(name)
         text = " ".join(text.split())
         sys.stderr.write(f"{self._subject}: {text}; {num} {what} {name}\n")
-        sys.stderr.flush()
 
     def take(self) -> dict[str, int]:
         """Return the number of failures by name since the last call."""

@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError
 
 from tba_jax.decoding.keys import fold_in
-from tba_jax.decoding.requests import MAX_STOP_IDS, SamplingSettings
+from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.decoding.stop_strings import StopStrings
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.serving.chat import Chat, ChatFormat
@@ -31,17 +31,22 @@ _UNUSED = frozenset(
     "user metadata store service_tier safety_identifier prompt_cache_key cache_salt priority "
     "request_id".split()
 )
+# Parameters that are not supported, with the values that change nothing.
+_NEUTRAL: dict[str, Any] = dict.fromkeys(
+    ("presence_penalty", "frequency_penalty", "min_p", "top_logprobs", "prompt_logprobs"), 0
+)
+_NEUTRAL |= {"repetition_penalty": 1, "logit_bias": {}, "response_format": {"type": "text"}}
+_NEUTRAL |= {"echo": False, "parallel_tool_calls": True, "add_generation_prompt": True}
 _ERRORS = {401: "authentication_error", 404: "not_found_error", 500: "server_error"}
+# Parameters that a training run sets, by the names of the sampling settings.
+_SETTINGS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
+_SETTINGS |= {"min_tokens": "min_new_tokens"}
 
 
 class ApiError(Exception):
-    """A refused request.
+    """A refused request: what is wrong and what to do, and the HTTP status.
 
-    Args:
-        message: what is wrong, and what to do.
-        status: HTTP status code.
-        param: the parameter at fault.
-        code: short name that clients compare with.
+    `param` is the parameter at fault, and `code` a short name that clients compare with.
     """
 
     def __init__(
@@ -62,8 +67,7 @@ class Served(NamedTuple):
 
     Attributes:
         model: name of the model.
-        tokenizer: tokenizer of the model.
-        chat: chat format of the model.
+        tokenizer, chat: its tokenizer and chat format.
         eos_ids: tokens that end a response.
         max_length: maximum number of tokens of prompt and response together.
         sampling: sampling settings of a training run, which requests cannot change; None: requests
@@ -81,12 +85,7 @@ class Served(NamedTuple):
 # --- parameters ----------------------------------------------------------------------------------
 
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-_Stop = Annotated[str, Field(min_length=1)]
-# These have one value, which changes nothing.
-_Zero = Annotated[float, Field(ge=0, le=0)]
-_One = Annotated[float, Field(ge=1, le=1)]
-_Format = dict[Literal["type"], Literal["text"]]
-_Part = dict[Literal["type", "text"], str]
+_Length = Annotated[int, Field(ge=1)]
 
 
 def _wanted(text: str, **options: Any) -> Any:
@@ -100,14 +99,15 @@ class _Request(BaseModel, extra="forbid", strict=True):
     model: str = ""
     n: int = _wanted(f"1 to {MAX_SAMPLES} samples", default=1, ge=1, le=MAX_SAMPLES)
     seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
-    max_tokens: int | None = None
-    max_completion_tokens: int | None = None
+    max_tokens: _Length | None = None
+    max_completion_tokens: _Length | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Annotated[int, AfterValidator(lambda k: max(0, k))] | None = None  # -1: off
     min_tokens: int | None = None
     stop: Annotated[
-        list[_Stop], BeforeValidator(lambda value: [value] if isinstance(value, str) else value)
+        list[Annotated[str, Field(min_length=1)]],
+        BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
     ] = _wanted("up to 16 texts, none empty", default=[], max_length=16)
     stop_token_ids: list[_TokenId] = []
     ignore_eos: bool = False
@@ -120,21 +120,17 @@ class _Request(BaseModel, extra="forbid", strict=True):
     stream_options: dict[Literal["include_usage"], bool] = {}
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
-    # Not supported: only the value that changes nothing is accepted.
-    presence_penalty: _Zero = 0
-    frequency_penalty: _Zero = 0
-    repetition_penalty: _One = 1
-    min_p: _Zero = 0
-    top_logprobs: _Zero = 0
-    prompt_logprobs: _Zero = 0
-    logit_bias: Annotated[dict[str, Any], Field(max_length=0)] = {}
-    response_format: _Format = {}
 
 
 class _Completion(_Request):
     prompt: str | list[_TokenId] = _wanted("a text or a list of token IDs")
-    echo: Literal[False] = False
-    add_special_tokens: Literal[True] = True
+
+
+class _Generate(_Request):
+    logprobs: bool | int = True
+    return_token_ids: bool = True
+    return_tokens_as_token_ids: bool = True
+    prompt: list[_TokenId] = _wanted("a list of token IDs", alias="token_ids")
 
 
 def _text(content: Any) -> str:
@@ -149,7 +145,9 @@ class _ToolCall(BaseModel, extra="allow"):
 
 class _Message(BaseModel, extra="allow"):
     role: str
-    content: Annotated[str | list[_Part] | None, AfterValidator(_text)] = ""
+    content: Annotated[
+        str | list[dict[Literal["type", "text"], str]] | None, AfterValidator(_text)
+    ] = ""
     tool_calls: list[_ToolCall] | None = None
 
 
@@ -160,9 +158,6 @@ class _Chat(_Request):
     tools: list[dict[str, Any]] = []
     tool_choice: Literal["auto", "none"] = "auto"
     chat_template_kwargs: dict[str, Any] = {}
-    parallel_tool_calls: Literal[True] = True
-    add_generation_prompt: Literal[True] = True
-    add_special_tokens: Literal[False] = False  # the template writes them
 
     @property
     def chat(self) -> Chat:
@@ -172,14 +167,89 @@ class _Chat(_Request):
         return Chat(messages, tools, self.chat_template_kwargs)
 
 
-class _Generate(_Request):
-    logprobs: bool | int = True
-    return_token_ids: bool = True
-    return_tokens_as_token_ids: bool = True
-    prompt: list[_TokenId] = _wanted("a list of token IDs", alias="token_ids")
-
-
 _MODELS = {"generate": _Generate, "completions": _Completion, "chat": _Chat}
+
+
+def parse(kind: Kind, body: Mapping[str, Any], served: Served, seed: int) -> "Call":
+    """Return the call of a request's JSON object, or raise ApiError if the request is refused.
+
+    `seed` is that of a request that has none.
+    """
+    request = _validated(kind, body)
+    if request.model and request.model != served.model:
+        text = f"the model {request.model!r:.80} does not exist. This server has {served.model!r}"
+        raise ApiError(text, status=404, param="model", code="model_not_found")
+    try:
+        chat = request.chat if kind == "chat" else Chat(())
+        prompt = served.chat.prompt(chat) if kind == "chat" else request.prompt
+        if isinstance(prompt, str):
+            prompt = served.tokenizer.encode(prompt, add_bos=True)
+        if len(prompt) == 0:
+            raise ValueError("the prompt is empty. Give at least one token")
+        settings = _settings(request, chat, served, len(prompt))
+    except ValueError as error:
+        raise ApiError(str(error)) from error
+    seed = seed if request.seed is None else request.seed
+    keys = fold_in(np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32), np.arange(request.n))
+    return Call(kind, served, request, chat, np.asarray(prompt, np.int32), settings, keys)
+
+
+def _validated(kind: Kind, body: Mapping[str, Any]) -> Any:
+    """Return the parameters of a request, or raise ApiError with the name of a wrong one."""
+    model, given = _MODELS[kind], dict(body)
+    if kind == "generate" and isinstance(own := given.pop("sampling_params", None), dict):
+        given = {**own, **given}
+    # A chat's template writes special tokens.
+    neutral = dict.fromkeys(given) | _NEUTRAL | {"add_special_tokens": kind == "completions"}
+    given = {k: v for k, v in given.items() if v not in (None, neutral[k]) and k not in _UNUSED}
+    try:
+        return model.model_validate(given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        name = str(first["loc"][0])
+        rules = {
+            x.alias or own: x.description or first["msg"] for own, x in model.model_fields.items()
+        }
+        rule = rules.get(name, "the parameter is not supported. Leave it out")
+        shown = f" = {given[name]!r:.80}" if name in given else ""
+        raise ApiError(f"{name}{shown}: {rule}", param=name) from None
+
+
+def _settings(request: Any, chat: Chat, served: Served, prompt_length: int) -> SamplingSettings:
+    """Return the sampling settings of a prompt, or raise ApiError or ValueError."""
+    room, run = served.max_length - prompt_length, served.sampling
+    wanted = request.max_completion_tokens or request.max_tokens
+    if room < 1 or (wanted and wanted > room and run is None):
+        raise ApiError(
+            f"the prompt has {prompt_length} tokens and the response may have "
+            f"{wanted or 1}; the maximum context length is {served.max_length}. Shorten the "
+            "prompt, or lower max_tokens",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    if request.stop and request.min_tokens:
+        raise ValueError(
+            "min_tokens with stop: a stop text may come earlier. Leave out one of them"
+        )
+    decode = functools.partial(served.tokenizer.decode, skip_special=False)
+    limits: dict[str, Any] = {"max_new_tokens": min(wanted or room, room)}
+    limits["stop_strings"] = StopStrings(request.stop, decode) if request.stop else None
+    given = {name: getattr(request, name) for name in _SETTINGS}
+    if run is None:
+        own = () if request.ignore_eos else served.eos_ids
+        more = served.chat.stop_ids if chat.messages else ()
+        limits["stop_ids"] = tuple(dict.fromkeys((*own, *more, *request.stop_token_ids)))
+        known = {_SETTINGS[name]: value for name, value in given.items() if value is not None}
+        return SamplingSettings(**limits, **known)
+    fixed = {name: getattr(run, own) for name, own in _SETTINGS.items()}
+    fixed |= {"n": 1, "seed": None, "ignore_eos": False, "stop_token_ids": None}
+    given |= {name: getattr(request, name) for name in fixed}
+    given["stop_token_ids"] = sorted({*request.stop_token_ids} - {*served.eos_ids}) or None
+    for name, value in given.items():
+        if value not in (None, fixed[name]):
+            text = f"{name} = {value}: the training run has {fixed[name]}. Leave it out"
+            raise ApiError(text, param=name)
+    return dataclasses.replace(run, stop_ids=served.eos_ids, **limits)
 
 
 # --- responses -----------------------------------------------------------------------------------
@@ -201,6 +271,11 @@ class Update(NamedTuple):
 
 NOTHING = Update(np.empty(0, np.int32), np.empty(0, np.float32))
 """A sample without tokens."""
+# By kind: `object` of a response and of a chunk of a stream, and the start of `id`.
+_OBJECTS = {
+    "completions": ("text_completion", "text_completion", "cmpl"),
+    "chat": ("chat.completion", "chat.completion.chunk", "chatcmpl"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,12 +283,9 @@ class Call:
     """A parsed request.
 
     Attributes:
-        kind: kind of the route.
-        served: the model.
         request: parameters of the request.
-        chat: messages and tools of a chat.
+        chat: messages and tools of a chat; no messages for other kinds.
         prompt: int32 [s].
-        settings: sampling settings.
         keys: uint32 [n 2], threefry key data of each sample.
     """
 
@@ -230,20 +302,18 @@ class Call:
     def response(self, updates: Sequence[Update]) -> dict[str, Any]:
         """Return the whole response, of all samples."""
         choices = list(map(self.choice, range(len(updates)), updates))
-        found = self.envelope(choices) | {"usage": self.usage(updates)}
+        found = self.envelope(choices, usage=self.usage(updates))
         if self.kind == "chat" and self.request.return_token_ids:
             found["prompt_token_ids"] = self.prompt.tolist()
         return found
 
-    def envelope(self, choices: Sequence[Any]) -> dict[str, Any]:
+    def envelope(self, choices: Sequence[Any], **more: Any) -> dict[str, Any]:
         """Return a response, or a chunk of a stream, with these choices."""
-        found = {"model": self.served.model, "choices": choices, "created": self.created}
+        found = {"model": self.served.model, "choices": choices, "created": self.created, **more}
         if self.kind == "generate":
             return found | {"request_id": self.id}
-        name, start = "text_completion", "cmpl"
-        if self.kind == "chat":
-            name = "chat.completion.chunk" if self.request.stream else "chat.completion"
-            start = "chatcmpl"
+        whole, chunk, start = _OBJECTS[self.kind]
+        name = chunk if self.request.stream else whole
         return found | {"id": f"{start}-{self.id}", "object": name}
 
     def usage(self, updates: Sequence[Update]) -> dict[str, int]:
@@ -270,8 +340,8 @@ class Call:
         if self.kind == "chat" and (not request.stream or (self.chat.tools and update.finish)):
             message = self.message(update)
             if calls := message.get("tool_calls"):
-                is_whole = update.finish == "stop"
-                choice["finish_reason"] = "tool_calls" if is_whole else update.finish
+                if update.finish == "stop":
+                    choice["finish_reason"] = "tool_calls"
                 if request.stream:
                     message["tool_calls"] = [{"index": i, **x} for i, x in enumerate(calls)]
             return choice | {"delta" if request.stream else "message": message}
@@ -314,102 +384,14 @@ class Call:
         if self.kind == "completions":
             found = {"tokens": texts, "token_logprobs": values}
             return {**found, "top_logprobs": None, "text_offset": None}
-        own_bytes = [list(tokenizer.token_bytes(token)) for token in tokens]
-        rows = zip(texts, values, own_bytes, [[]] * len(tokens), strict=True)
-        names = "token", "logprob", "bytes", "top_logprobs"
-        return {"content": [dict(zip(names, row, strict=True)) for row in rows]}
-
-
-# --- from parameters to settings -----------------------------------------------------------------
-
-
-def parse(kind: Kind, body: Mapping[str, Any], served: Served, seed: int) -> Call:
-    """Return the call of a request's JSON object, or raise ApiError if the request is refused.
-
-    `seed` is that of a request that has none.
-    """
-    request = _validated(kind, body)
-    if request.model and request.model != served.model:
-        text = f"the model {request.model!r:.80} does not exist. This server has {served.model!r}"
-        raise ApiError(text, status=404, param="model", code="model_not_found")
-    try:
-        chat = request.chat if kind == "chat" else Chat(())
-        prompt = served.chat.prompt(chat) if kind == "chat" else request.prompt
-        if isinstance(prompt, str):
-            prompt = served.tokenizer.encode(prompt, add_bos=True)
-        if len(prompt) == 0:
-            raise ValueError("the prompt is empty. Give at least one token")
-        settings = _settings(kind, request, served, len(prompt))
-    except ValueError as error:
-        raise ApiError(str(error)) from error
-    seed = seed if request.seed is None else request.seed
-    keys = fold_in(np.array([seed >> 32, seed & 0xFFFFFFFF], np.uint32), np.arange(request.n))
-    return Call(kind, served, request, chat, np.asarray(prompt, np.int32), settings, keys)
-
-
-def _validated(kind: Kind, body: Mapping[str, Any]) -> Any:
-    """Return the parameters of a request, or raise ApiError with the name of a wrong one."""
-    model, given = _MODELS[kind], dict(body)
-    if kind == "generate" and isinstance(own := given.pop("sampling_params", None), dict):
-        given = {**own, **given}
-    given = {k: v for k, v in given.items() if v is not None and k not in _UNUSED}
-    try:
-        return model.model_validate(given)
-    except ValidationError as error:
-        first = error.errors()[0]
-        name, rule = str(first["loc"][0]), "the parameter is not supported. Leave it out"
-        for known, field in model.model_fields.items():
-            if name == (field.alias or known):
-                rule = field.description or first["msg"]
-        shown = f" = {given[name]!r:.80}" if name in given else ""
-        raise ApiError(f"{name}{shown}: {rule}", param=name) from None
-
-
-def _settings(kind: Kind, request: Any, served: Served, prompt_length: int) -> SamplingSettings:
-    """Return the sampling settings of a prompt, or raise ApiError or ValueError."""
-    room, run = served.max_length - prompt_length, served.sampling
-    wanted = request.max_completion_tokens or request.max_tokens
-    if room < 1 or (wanted is not None and wanted > room and run is None):
-        raise ApiError(
-            f"the prompt has {prompt_length} tokens and the response may have "
-            f"{wanted or 1}; the maximum context length is {served.max_length}. Shorten the "
-            "prompt, or lower max_tokens",
-            param="max_tokens",
-            code="context_length_exceeded",
-        )
-    if request.stop and request.min_tokens:
-        raise ValueError(
-            "min_tokens with stop: a stop text may come earlier. Leave out one of them"
-        )
-    decode = functools.partial(served.tokenizer.decode, skip_special=False)
-    stops = StopStrings(request.stop, decode) if request.stop else None
-    most = room if wanted is None else min(wanted, room)
-    if run is not None:
-        fixed = {"n": 1, "temperature": run.temperature, "top_p": run.top_p, "top_k": run.top_k}
-        fixed |= {"min_tokens": run.min_new_tokens, "seed": None, "ignore_eos": False}
-        given = {name: getattr(request, name) for name in fixed}
-        given["stop_token_ids"] = sorted({*request.stop_token_ids} - {*served.eos_ids}) or None
-        for name, value in given.items():
-            if value not in (None, own := fixed.get(name)):
-                text = f"{name} = {value}: the training run has {own}. Leave it out"
-                raise ApiError(text, param=name)
-        return dataclasses.replace(
-            run, max_new_tokens=most, stop_ids=served.eos_ids, stop_strings=stops
-        )
-    own = () if request.ignore_eos else served.eos_ids
-    more = served.chat.stop_ids if kind == "chat" else ()
-    stop_ids = tuple(dict.fromkeys((*own, *more, *request.stop_token_ids)))
-    if len(stop_ids) > MAX_STOP_IDS:
-        raise ValueError(
-            f"stop_token_ids: with the model's own there are {len(stop_ids)} stop tokens, but the "
-            f"limit is {MAX_STOP_IDS}. Send fewer stop_token_ids"
-        )
-    return SamplingSettings(
-        most,
-        temperature=1.0 if request.temperature is None else request.temperature,
-        top_p=1.0 if request.top_p is None else request.top_p,
-        top_k=request.top_k or 0,
-        min_new_tokens=request.min_tokens or 0,
-        stop_ids=stop_ids,
-        stop_strings=stops,
-    )
+        return {
+            "content": [
+                {
+                    "token": text,
+                    "logprob": value,
+                    "bytes": list(tokenizer.token_bytes(token)),
+                    "top_logprobs": [],
+                }
+                for text, value, token in zip(texts, values, tokens, strict=True)
+            ]
+        }

@@ -13,6 +13,7 @@ its slots.
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import json
 import os
@@ -20,6 +21,7 @@ import queue
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
@@ -36,6 +38,8 @@ _ROUTES: dict[Kind, str] = {
     "chat": "/v1/chat/completions",
 }
 
+_OBJECT = TypeAdapter(dict[str, Any])
+
 Updates = AsyncIterator[tuple[int, Update]]
 """Updates of the samples of a call with their numbers, until each sample has ended."""
 Scope = Callable[[Kind, Mapping[str, Any]], Awaitable[tuple[Call, Updates]]]
@@ -43,18 +47,12 @@ Scope = Callable[[Kind, Mapping[str, Any]], Awaitable[tuple[Call, Updates]]]
 
 
 class RequestQueue:
-    """Queue of requests for one session; as a `Scope` it is called on the server's thread.
-
-    Args:
-        served: the model.
-    """
+    """Queue of requests for one session; as a `Scope` it is called on the server's thread."""
 
     def __init__(self, served: Served) -> None:
         self._served = served
         # New calls with the receiver of their updates; None: the call is cancelled.
-        self._arrived: queue.SimpleQueue[tuple[Call, Callable[..., Any] | None]] = (
-            queue.SimpleQueue()
-        )
+        self._arrived = queue.SimpleQueue[tuple[Call, Callable[..., Any] | None]]()
         # By the session's number of a request: call, receiver, and number of unfinished samples;
         # used on the session's thread only.
         self._live: dict[int, list[Any]] = {}
@@ -69,9 +67,8 @@ class RequestQueue:
         arrived: asyncio.Queue[tuple[int, Update | ApiError]] = asyncio.Queue()
         left = call.request.n
         try:
-            self._arrived.put(
-                (call, lambda *row: loop.call_soon_threadsafe(arrived.put_nowait, row))
-            )
+            notify = functools.partial(loop.call_soon_threadsafe, arrived.put_nowait)
+            self._arrived.put((call, notify))
             while left:
                 i, update = await arrived.get()
                 if isinstance(update, ApiError):
@@ -91,11 +88,11 @@ class RequestQueue:
             if left > 1:
                 self._live[y.request] = [call, notify, left - 1]
             finish = "stop" if y.has_eos else "length"
-            notify(y.sample, Update(y.tokens, y.token_logprobs, finish))
+            notify((y.sample, Update(y.tokens, y.token_logprobs, finish)))
         for number, (call, notify, _) in self._live.items():
             if call.request.stream:
                 for sample, row in session.unfinished(number).items():
-                    notify(sample, Update(*row))
+                    notify((sample, Update(*row)))
         return True
 
     def _take_in(self, session: Session) -> None:
@@ -110,7 +107,7 @@ class RequestQueue:
             try:
                 number = session.submit(call.prompt, call.keys, call.settings)
             except ValueError as error:
-                notify(0, ApiError(str(error)))
+                notify((0, ApiError(str(error))))
             else:
                 self._live[number] = [call, notify, call.request.n]
 
@@ -138,6 +135,13 @@ def make_application(
             raise ApiError("the content type is not JSON. Send Content-Type: application/json")
         return scopes(request.path_params.get("episode", ""))
 
+    def sampler(kind: Kind) -> Callable[[Request], Awaitable[Response]]:
+        async def sample(request: Request) -> Response:
+            scope, body = scope_of(request), await request.body()
+            return await _unless_disconnected(request, _respond(scope, kind, body))
+
+        return sample
+
     async def models(request: Request) -> Response:
         scope_of(request)
         card = {"id": served.model, "object": "model", "created": 0, "owned_by": "tba_jax"}
@@ -147,42 +151,21 @@ def make_application(
     async def health(request: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
-    def sampler(kind: Kind) -> Callable[[Request], Awaitable[Response]]:
-        async def sample(request: Request) -> Response:
-            scope, body = scope_of(request), await _body(request)
-            return await _unless_disconnected(request, _respond(scope, kind, body))
-
-        return sample
-
-    async def refusal(request: Request, error: Any) -> Response:
-        if isinstance(error, HTTPException):
-            what = f"{request.method} {request.url.path:.200}"
-            text = f"there is no route {what}. Known: {', '.join(_ROUTES.values())}"
-            error = ApiError(text, status=error.status_code)
-        return JSONResponse(error.body(), error.status)
-
-    async def gone(request: Request, error: Any) -> Response:
-        return Response(status_code=499)
-
     paths = _ROUTES.items()
     routes = [Route(prefix + path, sampler(kind), methods=["POST"]) for kind, path in paths]
     routes += [Route(f"{prefix}/v1/models", models), Route("/health", health)]
-    handlers: dict[Any, Any] = {ApiError: refusal, HTTPException: refusal, ClientDisconnect: gone}
-    return Starlette(routes=routes, exception_handlers=handlers)
+    handlers = dict.fromkeys((ApiError, HTTPException, ClientDisconnect), _refusal)
+    return Starlette(routes=routes, exception_handlers=dict[Any, Any](handlers))
 
 
-async def _body(request: Request) -> dict[str, Any]:
-    """Return the JSON object of a request, or raise ApiError or ClientDisconnect."""
-    body = await request.body()
-    if len(body) > MAX_BODY_BYTES:
-        raise ApiError(f"a request may have {MAX_BODY_BYTES:,} bytes. Send less", status=413)
-    try:
-        found = json.loads(body)
-    except (ValueError, RecursionError) as error:
-        raise ApiError(f"the body is not JSON ({error!s:.200})") from error
-    if not isinstance(found, dict):
-        raise ApiError("the body is not a JSON object")
-    return found
+async def _refusal(request: Request, error: Any) -> Response:
+    if isinstance(error, HTTPException):
+        what = f"{request.method} {request.url.path:.200}"
+        text = f"there is no route {what}. Known: {', '.join(_ROUTES.values())}"
+        error = ApiError(text, status=error.status_code)
+    if isinstance(error, ClientDisconnect):
+        error = ApiError("the client disconnected", status=499)
+    return JSONResponse(error.body(), error.status)
 
 
 async def _unless_disconnected(request: Request, work: Awaitable[Response]) -> Response:
@@ -199,8 +182,13 @@ async def _unless_disconnected(request: Request, work: Awaitable[Response]) -> R
         working.cancel()
 
 
-async def _respond(scope: Scope, kind: Kind, body: Mapping[str, Any]) -> Response:
-    call, updates = await scope(kind, body)
+async def _respond(scope: Scope, kind: Kind, body: bytes) -> Response:
+    if len(body) > MAX_BODY_BYTES:
+        raise ApiError(f"a request may have {MAX_BODY_BYTES:,} bytes. Send less", status=413)
+    try:
+        call, updates = await scope(kind, _OBJECT.validate_json(body))
+    except ValidationError as error:
+        raise ApiError(f"the body is no JSON object: {error.errors()[0]['msg']}") from error
     if not call.request.stream:
         found = {i: update async for i, update in updates if update.finish}
         return JSONResponse(call.response([found[i] for i in sorted(found)]))

@@ -29,7 +29,6 @@ import numpy as np
 
 from tba_jax.decoding.requests import Response, SamplingSettings, Statistics
 from tba_jax.decoding.stop_strings import StopStrings
-from tba_jax.devices.worker import StopFlag
 from tba_jax.models import lora
 from tba_jax.models.architecture import TransformerConfig
 from tba_jax.models.hf import adapter_files
@@ -43,6 +42,22 @@ _MOST_ATTEMPTS = {"server_down": math.inf, "server_refused": 1}  # of one name; 
 _KEPT = 2  # versions in the server: requests under way end with the one that they began with
 _STEP_S = 0.02  # longest wait of a step
 _START = "Start it with vllm serve MODEL --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
+# Parameters of a request besides its own, so that every sampling setting is set.
+_DEFAULTS = {
+    "n": 1,
+    "top_p": 1.0,
+    "top_k": -1,
+    "min_p": 0.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "repetition_penalty": 1.0,
+    "ignore_eos": True,  # the stop tokens are those of the run alone
+    "skip_special_tokens": False,  # a stop string may be one
+    "include_stop_str_in_output": True,
+    "return_token_ids": True,
+    "return_tokens_as_token_ids": True,
+    "logprobs": 1,
+}
 
 
 class ServerError(RuntimeError):
@@ -59,14 +74,9 @@ class InferenceServer:
         policy: architecture with adapters.
         base: name of the base model, for the files of adapters.
         folder: parent of the folders of adapters, which the server reads.
-        eos_ids: tokens that end a response.
-        stop_strings: texts that end a response; None: none.
+        eos_ids, stop_strings: tokens and texts that end a response.
         longest: tokens that prompt and response may have.
         timeout_s: timeout of an attempt in seconds; attempts are repeated for twice that time.
-
-    Attributes:
-        failures: failed attempts, by name.
-        stop: set by `close`.
     """
 
     def __init__(
@@ -84,7 +94,7 @@ class InferenceServer:
         import urllib3  # slow; other runs need no client
 
         self.eos_ids, self.stop_strings, self._longest = eos_ids, stop_strings, longest
-        self.failures, self.stop = FailureLines(f"search.engine {url}"), StopFlag()
+        self.failures, self._is_closed = FailureLines(f"search.engine {url}"), threading.Event()
         self._policy, self._base, self._folder = policy, base, folder.absolute()
         self._url, self._timeout_s = url.rstrip("/"), timeout_s
         self._http = urllib3.PoolManager(maxsize=256, retries=False)
@@ -112,8 +122,7 @@ class InferenceServer:
                     "with a larger length",
                 )
             prompt, key = np.array(self.eos_ids[:1]), np.zeros(2, np.uint32)
-            body = _request(str(card["id"]), prompt, key, SamplingSettings(1))
-            _read(self._send("POST", "/completions", body, _CHECK_TIMEOUT_S), body)
+            self._complete(str(card["id"]), prompt, key, SamplingSettings(1), _CHECK_TIMEOUT_S)
             if loads:
                 folder = self._write("check", lora.init_adapters(self._policy, 0))
                 try:
@@ -124,9 +133,7 @@ class InferenceServer:
             text = f"config.search.engine = {self._url!r}: {error} ({error.name}). {_START}"
             raise ValueError(text) from error
 
-    def session(
-        self, params: Any, *, num_slots: int, version: int = 0, **unused: Any
-    ) -> "ServerSession":
+    def session(self, params: Any, *, num_slots: int, version: int, **_: Any) -> "ServerSession":
         """Return an empty session; `params` are adapters, other arguments as in `Decoder`."""
         return ServerSession(self, num_slots, params, version)
 
@@ -159,21 +166,19 @@ class InferenceServer:
 
         def attempt() -> tuple[np.ndarray, np.ndarray, bool, int]:
             version, folder = list(self._adapters.items())[-1]
-            body = _request(folder.name, prompt, key, settings)
             try:
-                found = self._send("POST", "/completions", body)
+                return *self._complete(folder.name, prompt, key, settings), version
             except Failure as error:
                 if error.name == "server_no_model":  # a restarted server has no adapters
                     with contextlib.suppress(Failure):  # the next attempt shows whether it is there
                         self._load(folder)
                 raise
-            return *_read(found, body, settings.stop_strings), version
 
         return self._repeat(attempt)
 
     def close(self) -> None:
         """Stop retrying requests, and unload the adapters."""
-        self.stop.set()
+        self._is_closed.set()
         with self._loading:
             while self._adapters:
                 self._unload(self._adapters.popitem()[1])
@@ -197,6 +202,27 @@ class InferenceServer:
                 self.failures.report("server_unload", str(error), "request(s) failed as")
         shutil.rmtree(folder, ignore_errors=True)
 
+    def _complete(
+        self,
+        name: str,
+        prompt: np.ndarray,
+        key: np.ndarray,
+        settings: SamplingSettings,
+        timeout_s: float = 0.0,
+    ) -> tuple[np.ndarray, np.ndarray, bool]:
+        """Return one response of the model or adapter of this name, as `_read`."""
+        stops = settings.stop_strings
+        body = _DEFAULTS | {
+            "model": name,
+            "prompt": prompt.tolist(),
+            "max_tokens": settings.max_new_tokens,
+            "temperature": settings.temperature,
+            "seed": (int(key[0]) << 32 | int(key[1])) >> 1,  # servers take 63 bits
+            "stop_token_ids": list(settings.stop_ids or ()),
+            "stop": [] if stops is None else list(stops.strings),
+        }
+        return _read(self._send("POST", "/completions", body, timeout_s), body, stops)
+
     def _repeat(self, attempt: Callable[[], T]) -> T:
         """Return the result of the first attempt that does not fail, or raise ServerError."""
         start_s, pause_s = time.monotonic(), 0.5
@@ -211,14 +237,13 @@ class InferenceServer:
             spent_s = time.monotonic() - start_s
             left_s = 2 * self._timeout_s - spent_s
             is_last = attempts[failed.name] >= _MOST_ATTEMPTS.get(failed.name, 5)
-            if is_last or left_s <= 0 or self.stop.is_set():
+            if is_last or left_s <= 0 or self._is_closed.wait(min(pause_s, left_s)):
                 remedy = _START if failed.name == "server_no_model" else "Repair the server"
                 raise ServerError(
                     f"search.engine = {self._url!r}: {failed} ({failed.name}; "
                     f"{attempts.total()} attempts in {spent_s:.0f} s). {remedy}, then run the "
                     "same command again to continue"
                 ) from failed
-            self.stop.wait(min(pause_s, left_s))
             pause_s = min(2 * pause_s, _MOST_PAUSE_S)
 
     def _send(
@@ -250,33 +275,8 @@ class InferenceServer:
         raise Failure("server_no_model" if found.status == 404 else name, text)
 
 
-def _request(
-    name: str, prompt: np.ndarray, key: np.ndarray, settings: SamplingSettings
-) -> dict[str, Any]:
-    """Return the body of a request for one response; it sets every sampling setting."""
-    stops = settings.stop_strings
-    zeros = dict.fromkeys(("min_p", "presence_penalty", "frequency_penalty"), 0.0)
-    names = "include_stop_str_in_output", "return_token_ids", "return_tokens_as_token_ids"
-    return {
-        "model": name,
-        "prompt": prompt.tolist(),
-        "n": 1,
-        "max_tokens": settings.max_new_tokens,
-        "temperature": settings.temperature,
-        "seed": (int(key[0]) << 32 | int(key[1])) >> 1,  # servers take 63 bits
-        "top_p": 1.0,
-        "top_k": -1,
-        "repetition_penalty": 1.0,
-        "ignore_eos": True,  # the stop tokens are those of the run alone
-        "stop_token_ids": list(settings.stop_ids or ()),
-        "stop": [] if stops is None else list(stops.strings),
-        "skip_special_tokens": False,  # a stop string may be one
-        "logprobs": 1,
-    } | (zeros | dict.fromkeys(names, True))
-
-
 def _read(
-    found: Mapping[str, Any], body: Mapping[str, Any], stops: StopStrings | None = None
+    found: Mapping[str, Any], body: Mapping[str, Any], stops: StopStrings | None
 ) -> tuple[np.ndarray, np.ndarray, bool]:
     """Return tokens, int32 [t], log-probs, float32 [t], and whether the response has an end.
 
@@ -308,10 +308,9 @@ def _read(
 
 
 class ServerSession:
-    """Replaces a session on devices: prompts whose responses come from a server.
+    """Replaces `decoding.engine.Session`, whose methods it has: a server samples the responses.
 
-    One thread drives it; each response has a thread that sends its request. The server decides
-    which caches it keeps.
+    One thread drives it; each response has a thread that sends its request.
     """
 
     def __init__(self, server: InferenceServer, num_slots: int, params: Any, version: int) -> None:
@@ -322,16 +321,13 @@ class ServerSession:
 
     @property
     def is_idle(self) -> bool:
-        """Whether every response has been returned."""
         return not self._num_open
 
     @property
     def room(self) -> int:
-        """Free slots minus queued responses; negative if more are queued."""
         return self.num_slots - self._num_open
 
     def swap(self, params: Any, version: int) -> None:
-        """Sample later requests with other weights."""
         self._server.publish(version, params)
         self.version = version
 
@@ -340,29 +336,22 @@ class ServerSession:
         prompt: np.ndarray,
         keys: np.ndarray,
         settings: SamplingSettings,
-        temperatures: np.ndarray | None = None,
+        temperatures: np.ndarray,
     ) -> int:
         """Request responses to one prompt; arguments and result as of `Session.submit`."""
         number, server = self._num_submitted, self._server
         self._num_submitted += 1
         self._num_open += len(keys)
-        stop_ids = server.eos_ids if settings.stop_ids is None else settings.stop_ids
-        stops = settings.stop_strings or server.stop_strings
+        ends: dict[str, Any] = {"stop_strings": settings.stop_strings or server.stop_strings}
+        ends["stop_ids"] = server.eos_ids if settings.stop_ids is None else settings.stop_ids
         for j, key in enumerate(keys):
-            own = dataclasses.replace(
-                settings,
-                temperature=settings.temperature
-                if temperatures is None
-                else float(temperatures[j]),
-                stop_ids=stop_ids,
-                stop_strings=stops,
-            )
+            own = dataclasses.replace(settings, temperature=float(temperatures[j]), **ends)
             row = (number, j, prompt, key, own)
             threading.Thread(target=self._sample, args=row, daemon=True).start()
         return number
 
     def forget(self, conversation: np.ndarray) -> None:
-        """Do nothing."""
+        """Do nothing: the server decides which caches it keeps."""
 
     def step(self) -> list[Response]:
         """Wait a short time for responses; return those that have arrived, or raise ServerError."""
@@ -379,7 +368,6 @@ class ServerSession:
         return found
 
     def run(self) -> Iterator[Response]:
-        """Yield responses as they arrive, until the session is idle."""
         while not self.is_idle:
             yield from self.step()
 

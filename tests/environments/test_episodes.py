@@ -16,14 +16,14 @@ from fake_models import START_MODEL_LOGIT, load_folder, logprob_bound, scored_to
 from tba_jax.config.schema import make_config
 from tba_jax.decoding.keys import row_keys
 from tba_jax.environments import episodes
-from tba_jax.environments.episode import Environment, Rejected
+from tba_jax.environments.episode import Environment
 from tba_jax.environments.episodes import EpisodeSession
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import unstack_layers
 from tba_jax.run.model_parts import START_MODEL, make_decoder
 from tba_jax.search.sampler import sampling_settings
-from tba_jax.serving.failures import FailureLines
+from tba_jax.serving.failures import Failure, FailureLines
 
 LIMIT = 20
 
@@ -43,7 +43,7 @@ class Counting(Environment):
             text = decode(y.tokens)
             world.texts.append(text)
             if text in world.fails:
-                raise Rejected("environment_error", "said so")
+                raise Failure("environment_error", "said so")
             if turn == world.most - 1:
                 return "done", 1.0
             prompt = np.concatenate([prompt, y.tokens, encode(f"z{len(text)}", add_bos=False)])

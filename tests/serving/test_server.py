@@ -138,7 +138,7 @@ BAD_MESSAGES = [
 ]
 REFUSED = [
     ("/v1/nothing", {}, 404, "there is no route POST /v1/nothing"),
-    (TEXT, b"{", 400, "the body is not JSON"),
+    (TEXT, b"{", 400, "the body is no JSON object: Invalid JSON"),
     (TEXT, {}, 400, "prompt: wanted a text or a list of token IDs"),
     (TEXT, {"prompt": ["1", "2"]}, 400, "prompt = ['1', '2']: wanted a text or"),
     (TEXT, {"prompt": []}, 400, "the prompt is empty"),

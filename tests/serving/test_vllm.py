@@ -19,7 +19,7 @@ from tba_jax.serving import vllm
 from tba_jax.serving.vllm import InferenceServer, ServerError
 
 PROMPT = np.array([1, 28, 16, 26, 18, 24, 34], np.int32)
-SETTINGS = SamplingSettings(9)
+SETTINGS, ONES = SamplingSettings(9), np.ones(5)  # temperatures
 
 
 @pytest.fixture(scope="module")
@@ -93,14 +93,14 @@ def test_tokens_and_log_probs_are_those_of_the_engine_with_the_weights_of_each_v
     server = client()
     server.check()
     session = session_of(model, server)
-    session.submit(PROMPT, keys := keys_of(0), SETTINGS)
+    session.submit(PROMPT, keys := keys_of(0), SETTINGS, ONES)
     assert session.room == -1 and not session.is_idle
     assert_sampled(model, session.run(), 3, keys)
     for version in (4, 5):
         session.swap(adapters_of(model, version), version)
     # Version 3 is gone from server and disk.
     assert [name.rsplit("-")[-1] for name in model.loaded] == ["4", "5"]
-    session.submit(PROMPT, keys := keys_of(1), SETTINGS)
+    session.submit(PROMPT, keys := keys_of(1), SETTINGS, ONES)
     assert_sampled(model, session.run(), 5, keys)
     assert server.failures.take() == {}
 
@@ -109,7 +109,7 @@ def test_a_request_under_way_ends_with_the_weights_that_it_began_with(model, cli
     settings = SamplingSettings(60, stop_ids=())
     session = session_of(model, client())
     model.is_paused = True
-    session.submit(PROMPT, keys := keys_of(2, 4), settings)
+    session.submit(PROMPT, keys := keys_of(2, 4), settings, ONES)
     while sum(len(queue._live) for queue, _ in model.entries) < 4:
         time.sleep(0.01)
     session.swap(adapters_of(model, 4), 4)
@@ -141,7 +141,7 @@ def test_a_failed_request_is_counted_by_name_and_sent_again(
     server = client(timeout_s=1.0 if "late" in faults else 60.0)
     session, keys = session_of(model, server), keys_of(4, 1)
     model.faults = list(faults)
-    session.submit(PROMPT, keys, SETTINGS)
+    session.submit(PROMPT, keys, SETTINGS, ONES)
     assert_sampled(model, session.run(), 3, keys)
     names = {NAMES.get(fault, "server_nonsense") for fault in faults}
     assert set(server.failures.take()) == names
@@ -153,7 +153,7 @@ def test_a_failed_request_is_counted_by_name_and_sent_again(
 def test_a_failure_that_stays_ends_the_run_in_time(model, client):
     session = session_of(model, client(timeout_s=0.5))
     model.always = 500
-    session.submit(PROMPT, keys_of(5), SETTINGS)
+    session.submit(PROMPT, keys_of(5), SETTINGS, ONES)
     with pytest.raises(ServerError, match="in 1 s.*run the same command again to continue"):
         list(session.run())
 
@@ -172,7 +172,7 @@ def test_a_server_that_is_restarted_loses_no_request(model, client, capfd):
             time.sleep(0.05)
         with FaultyServer(START_MODEL, port=port).running():
             session = opened.result()
-            session.submit(PROMPT, keys, SETTINGS)
+            session.submit(PROMPT, keys, SETTINGS, ONES)
             assert_sampled(model, session.run(), 3, keys)
             assert set(server.failures.take()) == {"server_down"}
             server.close()
