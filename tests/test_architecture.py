@@ -168,8 +168,8 @@ LIMITS = {
     "run": 3043,
     "planning": 2300,
     "tasks": 1312,
-    "environments": 1326,
-    "serving": 1283,
+    "environments": 1364,
+    "serving": 1234,
 }
 
 
@@ -193,7 +193,7 @@ TEST_LIMITS = {
     ("planning",): 610,
     ("report", "commands"): 910,
     ("config",): 450,
-    ("serving",): 1305,
+    ("serving",): 1193,
     ("remote",): 715,
     ("run",): 1110,
     OTHERS: 1930,

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Users' environments in a worker, each as one coroutine of an episode: `run(turn, row)`.
+"""Users' environments in a worker, each as a coroutine of an episode: `run(turn, row)` -> reward.
 
 `await turn(added)` gives the policy a text, or messages for a chat, and returns (text, tool calls)
 of its next turn; None if the episode has reached a limit. Agents and coroutines of users run
@@ -10,15 +10,22 @@ Invariant: every message gets an answer, or the process ends.
 """
 
 import asyncio
+import contextlib
 import functools
 import importlib
 import inspect
+import json
 import math
+import secrets
+import socket
+import subprocess
+import sys
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from tba_jax.environments import verifiers_bridge
 from tba_jax.rewards.functions import accepted, as_number, imported
 from tba_jax.serving.failures import Failure
 from tba_jax.workers import Handler, Reply
@@ -27,19 +34,16 @@ BASE_URL = "base_url"
 """First argument of an agent, and name of the row's column that has its value."""
 ERROR = "error: "
 """Start of the result of a failed tool call."""
+VERIFIERS = "verifiers:"
 _THREADS = ThreadPoolExecutor(1024, "agent")  # more than the episodes of a worker
 
 Turn = Callable[[Any], Awaitable[Any]]
 
 
 class Tools:
-    """Adapter of a class for TRL's `environment_factory`, or of functions; no call ends an episode.
+    """Adapter of an object as TRL's `environment_factory` makes it, or of functions.
 
     Raises TypeError if a tool lacks annotations or a docstring, or two tools have one name.
-
-    Args:
-        environment: an instance of the user's class; None if the tools are functions.
-        functions: functions that are tools.
     """
 
     finish = "eos"
@@ -68,7 +72,6 @@ class Tools:
         return [library.get_json_schema(tool) for tool in self._tools.values()]
 
     async def run(self, turn: Turn, row: Mapping[str, Any]) -> Any:
-        """Run an episode; return its reward."""
         *before, last = row["prompt"]
         if reset := getattr(self._environment, "reset", None):
             text = _text(await _result(reset(**accepted(reset, row))))
@@ -106,10 +109,8 @@ class Steps:
         self._environment = environment
 
     async def run(self, turn: Turn, row: Mapping[str, Any]) -> Any:
-        """Run an episode; return its reward."""
-        is_chat = isinstance(row["prompt"], list)
+        is_chat, rewards = isinstance(row["prompt"], list), list[float | None]()
         await _result(self._environment.init(row["prompt"]))
-        rewards: list[float | None] = []
         answer = await turn(row["prompt"] if is_chat else "")
         while answer is not None:
             observation, reward, done, *_ = await _result(self._environment.step(answer[0]))
@@ -130,12 +131,35 @@ class Agent:
         self._function = function
 
     async def run(self, turn: Turn, row: Mapping[str, Any]) -> Any:
-        """Run an episode; return its reward."""
         own = {name: value for name, value in row.items() if name != BASE_URL}
         call = functools.partial(self._function, row[BASE_URL], own)
         if inspect.iscoroutinefunction(self._function):
             return await call()
         return await _result(await asyncio.get_running_loop().run_in_executor(_THREADS, call))
+
+
+def _taskset(name: str) -> Callable[[str, Mapping[str, Any]], Any]:
+    """Return an agent that plays a taskset of verifiers in a process, or raise TypeError."""
+    path = f"\0tba_jax-{secrets.token_hex(16)}"  # of Linux: it leaves no file
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind(path)
+        listening.listen(1024)
+        number = listening.fileno()
+        command = [sys.executable, "-P", verifiers_bridge.__file__, name, str(number)]
+        process = subprocess.Popen(command, pass_fds=[number], stdout=subprocess.PIPE)
+    if not process.stdout or not process.stdout.readline():
+        raise TypeError(f"verifiers cannot load the taskset {name}; the log has its reason")
+
+    async def run(base_url: str, row: Mapping[str, Any]) -> Any:
+        reader, writer = await asyncio.open_unix_connection(path)
+        with contextlib.closing(writer):
+            writer.write(json.dumps([base_url, row["task"]]).encode() + b"\n")
+            answer = json.loads(await reader.readline())
+        if "error" in answer:
+            raise RuntimeError(answer["error"])
+        return answer["reward"]
+
+    return run
 
 
 async def _result(value: Any) -> Any:
@@ -166,9 +190,12 @@ def load(name: str) -> Callable[[], Any]:
     """Return a function that makes an environment: an object of an adapter class above.
 
     `name` is package.module:NAME or path/to/file.py:NAME of a class, or of an agent function; or
-    names of tool functions, separated by commas. Raises AttributeError or TypeError if that is not
-    an environment; the import may raise any exception.
+    names of tool functions, separated by commas; or verifiers:TASKSET. Raises AttributeError or
+    TypeError if that is not an environment; the import may raise any exception.
     """
+    if name.startswith(VERIFIERS):
+        taskset = _taskset(name.removeprefix(VERIFIERS))
+        return lambda: Agent(taskset)
     found = [imported(each) for each in name.split(",")]
     factory = found[0]
     is_function = inspect.isfunction(factory) or inspect.ismethod(factory)
@@ -190,8 +217,7 @@ def load(name: str) -> Callable[[], Any]:
 def make_handler(name: str) -> Handler:
     """Return the handler of a worker; it reuses objects of the class, one for each open episode.
 
-    The first message is ("describe", whether schemas are wanted) or ("begin", row), the later ones
-    are turns.
+    The first message of a job is ("describe", whether schemas are wanted) or ("begin", row).
     """
     free: list[Any] = []
 

@@ -46,8 +46,7 @@ class Episode(NamedTuple):
         token_logprobs: float32 [t], log-probs under the sampling distribution; 0 at observations.
         is_sampled: bool [t], False at observations; None: the policy sampled every token.
         finish: reason of the end.
-        verdict: result of the environment: a reward, or the reason for a missing reward. None:
-            reward functions compute the reward.
+        verdict: reward of the environment, or the reason for a missing one; None: it gives none.
         environment_s: seconds that the episode waited for its environment; None without one.
         path_lengths: as in `Trajectory`.
         num_failed_calls: number of tool calls that could not be parsed or executed, or that failed.
@@ -92,7 +91,7 @@ class Episode(NamedTuple):
 
 
 class Attempt(NamedTuple):
-    """What an episode begins with; the fields are those of `Episode` and `Session.submit`."""
+    """What an episode begins with; fields as of `Episode` and `Session.submit`."""
 
     request: int
     sample: int
@@ -112,7 +111,8 @@ _TOKENS = [("id", np.int32), ("logprob", np.float32), ("is_sampled", bool), ("ve
 def _table(ids: Any, logprob: Any = 0.0, is_sampled: bool = False, version: Any = 0) -> np.ndarray:
     """Return tokens as a structured array [s], whose columns are those of `_TOKENS`."""
     table = np.empty(len(ids), _TOKENS)
-    for name, value in zip(table.dtype.names, (ids, logprob, is_sampled, version), strict=True):
+    columns = ids, logprob, is_sampled, version
+    for (name, _), value in zip(_TOKENS, columns, strict=True):
         table[name] = value
     return table
 
@@ -195,15 +195,12 @@ class Environment:
     async def turn(
         self, number: int, prompt: np.ndarray, wanted: SamplingSettings | None = None
     ) -> Response | None:
-        """Sample a turn of a path; return None at a limit of the episode.
+        """Sample a turn of a path; return None at a limit, or raise Failure for invalid tokens.
 
         Args:
             number: index of the path; the number of paths begins a new one.
             prompt: int32 [s], all tokens before the turn, which begin with those of the path.
             wanted: settings of a request: maximum number of tokens, and texts that end the turn.
-
-        Raises:
-            Failure: the tokens are not valid.
         """
         start, settings = self.attempt.prompt.tokens, self.attempt.settings
         if self._num_turns >= self.pool.max_turns:
@@ -309,17 +306,12 @@ class Environment:
 
 
 class Agent(Environment):
-    """An episode whose program requests its turns over HTTP, one after another.
-
-    Attributes:
-        id: part of its base URL.
-        request: the open request.
-    """
+    """An episode whose program requests its turns over HTTP, one after another."""
 
     def __init__(self, pool: Any, attempt: Attempt, sample: Sample) -> None:
         super().__init__(pool, attempt, sample)
-        self.id = secrets.token_hex(16)
-        self.request: asyncio.Task[Any] | None = None
+        self.id = secrets.token_hex(16)  # part of its base URL
+        self.request: asyncio.Task[Any] | None = None  # the open one
         self._free = asyncio.Lock()  # held while a request is open
         self._failed: asyncio.Future[Failure] = asyncio.get_running_loop().create_future()
         self._refusal = ""  # reason why further requests are refused

@@ -134,10 +134,10 @@ class EpisodeSession:
         """
         if self._environments is None:
             yield from map(_episode_of, self._session.run())
-        while not self.is_idle:
+        while self._environments is not None and not self.is_idle:
             self._begin_queued()
             while self._asked:
-                arrived = [self._next_arrived() for _ in self._asked]
+                arrived = [self._next_arrived(self._environments.timeout_s) for _ in self._asked]
                 for each in sorted(arrived, key=lambda x: x[0][:2]):
                     self._take(*each)
                 self._begin_queued()
@@ -146,9 +146,8 @@ class EpisodeSession:
             for response in sorted(self._session.run(), key=lambda y: y.request):
                 self._answer(*self._sampled.pop(response.request), response)
 
-    def _next_arrived(self) -> tuple[Attempt, Any]:
+    def _next_arrived(self, timeout_s: float) -> tuple[Attempt, Any]:
         """Wait for a turn or an end: longer than a worker may take to start and call."""
-        timeout_s = self._environments.timeout_s if self._environments else 0.0
         limit_s = START_TIMEOUT_S + MOST_DEADLINES * timeout_s + _SLACK_S
         try:
             return self._arrived.get(timeout=limit_s)

@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sandbox for Python code that a model wrote: each call has a process, which the kernel confines.
 
-The process may compute, and read the files of Python. Landlock refuses all other files. A seccomp
-filter allows a list of system calls, without calls for sockets, processes, threads, programs and
-signals.
-Resource limits bound processor time and memory; the parent bounds output and elapsed time. The
-process cannot write files or start processes, so killing it leaves nothing behind. docs/security.md
-lists what the sandbox does not prevent.
+Landlock refuses all files but those of Python, which may be read. A seccomp filter allows a list of
+system calls, without those for sockets, processes, threads, programs and signals. Resource limits
+bound processor time and memory; the parent bounds output and elapsed time. docs/security.md lists
+what the sandbox does not prevent.
 
 Invariant: the code runs only after every restriction is in force.
 """

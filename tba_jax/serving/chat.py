@@ -54,23 +54,16 @@ class ChatFormat:
         return self._tokenizer.encode(text, add_bos=False)
 
     def bridge(self, prompt: np.ndarray, completion: np.ndarray, chat: Chat) -> np.ndarray | None:
-        """Return a prompt that extends an earlier prompt and its completion by new messages.
-
-        The result is None if the format cannot extend the tokens. The conversation then forks.
-        """
+        """Return a prompt that extends a prompt and its completion; None if the format cannot."""
         return extended(self._tokenizer, np.concatenate([prompt, completion]), self.prompt(chat))
 
     def read(
         self, tokens: np.ndarray, text: str, prompt: np.ndarray, tools: Messages
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Return the message and the tool calls of a response.
+        """Return the message and the tool calls of a response: tokens, int32 [t], with their text.
 
         A call has an ID, a name, and arguments or the key "error". The message has only the valid
         calls.
-
-        Args:
-            tokens: int32 [t], the response.
-            text: text of the response, without a stop string.
         """
         return {"role": "assistant", "content": text}, []
 
@@ -98,7 +91,6 @@ class RendererFormat(ChatFormat):
         self.stop_ids = tuple(self._renderer.get_stop_token_ids())
 
     def _renderer_of(self, chat: Chat) -> Any:
-        """Return the renderer with the variables of a chat."""
         if not chat.variables:
             return self._renderer
         known = self._config.template_field_names()

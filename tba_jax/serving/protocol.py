@@ -17,7 +17,7 @@ import numpy as np
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError
 
 from tba_jax.decoding.keys import fold_in
-from tba_jax.decoding.requests import SamplingSettings
+from tba_jax.decoding.requests import MAX_STOP_IDS, SamplingSettings
 from tba_jax.decoding.stop_strings import StopStrings
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.serving.chat import Chat, ChatFormat
@@ -109,7 +109,9 @@ class _Request(BaseModel, extra="forbid", strict=True):
         list[Annotated[str, Field(min_length=1)]],
         BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
     ] = _wanted("up to 16 texts, none empty", default=[], max_length=16)
-    stop_token_ids: list[_TokenId] = []
+    stop_token_ids: list[_TokenId] = _wanted(
+        f"up to {MAX_STOP_IDS} token IDs, with the model's own", default=[], max_length=MAX_STOP_IDS
+    )
     ignore_eos: bool = False
     logprobs: bool | Annotated[int, Field(ge=0, le=1)] = _wanted(
         "1 or true: only sampled tokens have log-probs", default=False

@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+import jax
 import numpy as np
 
 from tba_jax.decoding.requests import Response, SamplingSettings, Statistics
@@ -102,9 +103,9 @@ class InferenceServer:
         self._adapters: dict[int, Path] = {}  # loaded ones by version, the newest last
 
     def check(self, *, loads: bool = True) -> None:
-        """Ask the server for its model and for one token, and with `loads` load an adapter.
+        """Ask the server for its model and for one token, and with `loads` for one of an adapter.
 
-        Raises ValueError if the server or its model cannot be used.
+        Raises ValueError if the server or its model cannot be used, or an adapter has no effect.
         """
         adapter_files.check(self._policy)
         try:
@@ -122,13 +123,19 @@ class InferenceServer:
                     "with a larger length",
                 )
             prompt, key = np.array(self.eos_ids[:1]), np.zeros(2, np.uint32)
-            self._complete(str(card["id"]), prompt, key, SamplingSettings(1), _CHECK_TIMEOUT_S)
-            if loads:
-                folder = self._write("check", lora.init_adapters(self._policy, 0))
-                try:
-                    self._load(folder)
-                finally:
-                    self._unload(folder)
+            one = (prompt, key, SamplingSettings(1), _CHECK_TIMEOUT_S)
+            _, before, _ = self._complete(str(card["id"]), *one)
+            if not loads:
+                return
+            adapters = jax.tree.map(lambda x: x + 0.1, lora.init_adapters(self._policy, 0))
+            folder = self._write("check", adapters)
+            try:
+                self._load(folder)
+                _, after, _ = self._complete(folder.name, *one)
+            finally:
+                self._unload(folder)
+            if np.array_equal(before, after):
+                raise Failure("server_nonsense", "an adapter changes no log-prob")
         except Failure as error:
             text = f"config.search.engine = {self._url!r}: {error} ({error.name}). {_START}"
             raise ValueError(text) from error

@@ -192,8 +192,8 @@ def test_the_policy_learns_from_responses_of_a_server(served, tmp_path, cache):
 
 
 def test_a_known_error_of_log_probs_is_found_and_failures_lose_nothing(served, tmp_path, cache):
-    # The first request asks for one token, before the run.
-    served.faults, served.always = ["", 500, "no token ids", "forgotten", 429], "shifted"
+    # The first two requests ask for one token, before the run.
+    served.faults, served.always = ["", "", 500, "no token ids", "forgotten", 429], "shifted"
     try:
         records, ledger, error = run_with(served, tmp_path / "run", *SYNC, cache=cache)
     finally:

@@ -3,7 +3,6 @@
 
 import json
 import os
-import subprocess
 import threading
 import time
 import urllib.error
@@ -13,17 +12,13 @@ from pathlib import Path
 MEETING = threading.Barrier(2)  # of two episodes in one process
 
 
-def post(base_url, route, **body):
-    """Response of the policy, as a JSON object."""
-    data = json.dumps(body).encode()
-    request = urllib.request.Request(base_url + route, data, {"content-type": "application/json"})
-    with urllib.request.urlopen(request, timeout=60) as response:
-        return json.load(response)
-
-
 def complete(base_url, prompt, **body):
+    """The choice of a completion."""
     body = {"prompt": prompt, "return_token_ids": True, "logprobs": 1, **body}
-    (choice,) = post(base_url, "/completions", **body)["choices"]
+    url, kind = f"{base_url}/completions", {"content-type": "application/json"}
+    request = urllib.request.Request(url, json.dumps(body).encode(), kind)
+    with urllib.request.urlopen(request, timeout=60) as response:
+        (choice,) = json.load(response)["choices"]
     return choice
 
 
@@ -58,16 +53,6 @@ def arithmetic(base_url, row):
     return float(choice["text"].endswith(f"={row['answer']}"))
 
 
-def with_verifiers(base_url, row):
-    """A taskset of verifiers whose harness drops its history, in another interpreter."""
-    script = Path(__file__).with_name("verifiers_tasksets.py")
-    command = [os.environ["AGENT_PYTHON"], str(script), base_url, os.environ["AGENT_MODEL"]]
-    done = subprocess.run([*command, "policy", "1"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    (reward,) = json.loads(done.stdout)
-    return reward + len(row["prompt"]) / 100
-
-
 def misbehave(base_url, row):
     """Fail in the way that the row names."""
     kind, prompt = row["kind"], row["prompt"]
@@ -97,17 +82,3 @@ def misbehave(base_url, row):
             choice = complete(base_url, text, max_tokens=1)
         assert refused(base_url, text) == "episode_ended"
     return "much" if kind == "type" else 1.0
-
-
-def thinking(base_url, row):
-    """Three turns of a chat; the reward is the number of tokens sampled / 100.
-
-    A tool's result follows the second turn: a template that drops earlier thinking keeps it there.
-    """
-    messages, num = [{"role": "user", "content": row["prompt"]}], 0
-    for answer in ("user", "tool", "user"):
-        body = {"messages": messages, "return_token_ids": True}
-        (choice,) = post(base_url, "/chat/completions", **body)["choices"]
-        num += len(choice["token_ids"])
-        messages += [choice["message"], {"role": answer, "content": "1+1"}]
-    return num / 100

@@ -27,6 +27,7 @@ from tba_jax.serving.protocol import ApiError, Served
 from tba_jax.serving.server import RequestQueue, make_application
 
 MAX_LENGTH, NUM_SLOTS = 256, 8
+PROMPT = [1, 28, 16, 26, 18, 24, 34]  # "7+5-3="
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }}{{ '=' if m.role != 'assistant' else ':' }}{% endfor %}"
     "{{ ending }}"
@@ -39,18 +40,12 @@ class ServedModel:
     def __init__(self, folder, *, token="", port=0):
         self.config, self.params, _ = models.load(str(START_MODEL), param_dtype=jnp.float32)
         self.tokenizer = Tokenizer.load(folder)
-        eos_ids = self.tokenizer.eos_ids
-        self.decoder = Decoder(
-            self.config,
-            compute_dtype=jnp.float32,
-            eos_ids=eos_ids,
-            pad_id=self.tokenizer.pad_id,
-            prompt_tokens=MAX_LENGTH,
-            max_length=MAX_LENGTH,
-        )
+        ids = {"eos_ids": self.tokenizer.eos_ids, "pad_id": self.tokenizer.pad_id}
+        limits = {"prompt_tokens": MAX_LENGTH, "max_length": MAX_LENGTH}
+        self.decoder = Decoder(self.config, compute_dtype=jnp.float32, **ids, **limits)
         self.session = self.open_session(self.params)
         chat = make_chat_format(self.tokenizer, "")
-        self.served = Served("start", self.tokenizer, chat, eos_ids, MAX_LENGTH)
+        self.served = Served("start", self.tokenizer, chat, ids["eos_ids"], MAX_LENGTH)
         self.queue = RequestQueue(self.served)
         self.server = HttpServer(self.application(token), "http-server", bind("127.0.0.1", port))
         self.url, self.stop = f"http://127.0.0.1:{self.server.port}", StopFlag()
@@ -86,6 +81,20 @@ class ServedModel:
         with response:
             text = response.read().decode()
         return response.status, text if text.startswith("data:") else json.loads(text)
+
+
+# What a response of the route `completions` may have wrong.
+SPOILS = {
+    "no token ids": lambda body, choice: choice.pop("token_ids"),
+    "no log-probs": lambda body, choice: choice.update(logprobs=None),
+    "another version": lambda body, choice: body.update(model="start"),
+    "early end": lambda body, choice: choice.update(
+        token_ids=[20], logprobs={"token_logprobs": choice["logprobs"]["token_logprobs"][:1]}
+    ),
+    "shifted": lambda body, choice: choice["logprobs"].update(
+        token_logprobs=[x + 0.05 for x in choice["logprobs"]["token_logprobs"]]
+    ),
+}
 
 
 class FaultyServer(ServedModel):
@@ -130,35 +139,21 @@ class FaultyServer(ServedModel):
         fault = self.faults.pop(0) if self.faults else self.always
         if isinstance(fault, int):
             return JSONResponse({"error": {"message": "spoiled"}}, fault)
-        if fault == "late":
-            await asyncio.sleep(2.0)
+        await asyncio.sleep(2.0 if fault == "late" else 0)
         if fault == "forgotten":
             self.loaded.clear()
         body = await request.json()
+        name = body["model"]
+        queue = self.loaded.get(name, self.queue)
+        if fault == "no effect":
+            queue, body["model"] = self.queue, "start"
         try:
-            call, updates = await self.loaded.get(body["model"], self.queue)("completions", body)
-            (found,) = [update async for _, update in updates]
+            call, updates = await queue("completions", body)
+            found = call.response([update async for _, update in updates]) | {"model": name}
         except ApiError as error:
             return JSONResponse(error.body(), error.status)
-        return JSONResponse(spoil(fault, call.response([found])))
-
-
-def spoil(fault, body):
-    """A response with one thing wrong."""
-    choice = body["choices"][0]
-    values = choice["logprobs"]["token_logprobs"]
-    match fault:
-        case "no token ids":
-            del choice["token_ids"]
-        case "no log-probs":
-            choice["logprobs"] = None
-        case "another version":
-            body["model"] = "start"
-        case "early end":
-            choice["token_ids"], choice["logprobs"]["token_logprobs"] = [20], values[:1]
-        case "shifted":
-            choice["logprobs"]["token_logprobs"] = [x + 0.05 for x in values]
-    return body
+        SPOILS.get(fault, lambda *_: None)(found, found["choices"][0])
+        return JSONResponse(found)
 
 
 def folder_with_template(folder, template=TEMPLATE):

@@ -39,9 +39,14 @@ def model(tmp_path_factory):
     changes = {"task.max_prompt_tokens": 12, "task.environment": f"{FILE}:talk"}
     changes |= {"search.max_new_tokens": LIMIT, "reward.timeout_s": 30.0, "search.num_slots": 4}
     settings = make_config(changes)
-    decoder = make_decoder(settings, config, tokenizer)
-    names = {"params": params, "tokenizer": tokenizer, "settings": settings, "decoder": decoder}
-    return types.SimpleNamespace(config=config, **names)
+    return types.SimpleNamespace(
+        config=config,
+        params=params,
+        tokenizer=tokenizer,
+        settings=settings,
+        decoder=make_decoder(settings, config, tokenizer),
+        sampling=sampling_settings(settings.search),
+    )
 
 
 @contextlib.contextmanager
@@ -62,7 +67,7 @@ def drawn(model, environments, rows, *, max_turns=8, swap=None):
     for i, (row, key) in enumerate(zip(rows, row_keys(jax.random.key(5), len(rows)), strict=True)):
         tokens = model.tokenizer.encode(row["prompt"], add_bos=True)[:1]
         prompt = Prompt(i, row["prompt"], tokens, row)
-        session.submit(prompt, key[None], sampling_settings(model.settings.search), np.ones(1))
+        session.submit(prompt, key[None], model.sampling, np.ones(1))
     found, end = [], time.monotonic() + 90
     while not session.is_idle:
         assert time.monotonic() < end
@@ -96,6 +101,8 @@ def assert_log_probs(model, episode, values):
 def test_every_sampled_token_has_the_log_prob_that_the_scorer_gives_it(model):
     with pool_of(model, "talk") as environments:
         episodes = drawn(model, environments, ROWS)
+        other = jax.tree.map(lambda x: x * 1.02, model.params)
+        (late,) = drawn(model, environments, ROWS[:1], swap=unstack_layers(other, model.config))
     for y, row in zip(episodes, ROWS, strict=True):
         assert_log_probs(model, y, scored(model, model.params, y))
         # A request that continues no turn begins a path of its episode.
@@ -103,19 +110,13 @@ def test_every_sampled_token_has_the_log_prob_that_the_scorer_gives_it(model):
         texts = [model.tokenizer.decode(y.tokens[path]) for path in y.paths]
         assert all(map(str.startswith, texts, starts)) and len(texts) == len(starts)
         assert (np.diff(y.is_sampled.astype(int)) == 1).sum() == 3 * len(starts)  # turns
-
-
-def test_turns_after_a_weight_change_have_the_log_probs_of_the_new_weights(model):
-    other = jax.tree.map(lambda x: x * 1.02, model.params)
-    with pool_of(model, "talk") as environments:
-        swap = unstack_layers(other, model.config)
-        (y,) = drawn(model, environments, ROWS[:1], swap=swap)
-    assert (y.version_min, y.version_max) == (3, 4)
-    before, after = (scored(model, each, y) for each in (model.params, other))
-    num_first = np.argmax(~y.is_sampled[np.argmax(y.is_sampled) :])
-    versions = y.token_versions[y.is_sampled]
+    # Turns after a change of the weights have the log-probs and the version of the new ones.
+    assert (late.version_min, late.version_max) == (3, 4)
+    before, after = (scored(model, each, late) for each in (model.params, other))
+    num_first = np.argmax(~late.is_sampled[np.argmax(late.is_sampled) :])
+    versions = late.token_versions[late.is_sampled]
     assert set(versions[:num_first]) == {3} and set(versions[num_first:]) == {4}
-    assert_log_probs(model, y, np.concatenate([before[:num_first], after[num_first:]]))
+    assert_log_probs(model, late, np.concatenate([before[:num_first], after[num_first:]]))
     assert np.abs(before - after).max() > 1e-3
 
 
@@ -181,8 +182,7 @@ def test_a_client_that_disconnects_ends_its_episode_by_a_name(model):
 
     with pool_of(model, "misbehave") as environments:
         prompt = Prompt(0, "1", np.ones(1, np.int32), {"kind": "idle"})
-        settings = sampling_settings(model.settings.search)
-        attempt = Attempt(0, 0, prompt, np.zeros(2, np.uint32), settings, 0)
+        attempt = Attempt(0, 0, prompt, np.zeros(2, np.uint32), model.sampling, 0)
         ended = environments.start(attempt, never)
         while not environments.agents:
             time.sleep(0.01)

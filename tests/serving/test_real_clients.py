@@ -9,6 +9,7 @@ TBA_JAX_TRL, TBA_JAX_VERIFIERS and TBA_JAX_OPENENV name one interpreter each (do
 import json
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ from fake_models import START_MODEL_LOGIT, logprob_bound, scored_tokens
 from qwen_tokenizer import qwen_like_tokenizer
 from served_model import TEMPLATE, ServedModel, folder_with_template
 
+from tba_jax.environments import verifiers_bridge
 from tba_jax.serving.chat import Chat, RendererFormat
 from tests.environments.fake_sessions import Scripted
 from tests.integration import commands
@@ -26,12 +28,15 @@ SCRIPT = Path(__file__).with_name("real_clients.py")
 pytestmark = pytest.mark.slow
 
 
-def client(python, name, *arguments):
-    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
-    command = [python, str(SCRIPT), name, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170, env=environment)
+def client(python, *arguments, script=SCRIPT):
+    """Standard output of a script that another interpreter runs."""
+    command, env = (
+        [python, "-P", str(script), *map(str, arguments)],
+        os.environ | {"PYTHONPATH": ""},
+    )
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, env=env)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return done.stdout
 
 
 def python_of(name):
@@ -45,14 +50,15 @@ def python_of(name):
 def test_a_client_gets_text_tokens_streams_stops_and_errors(python, tmp_path):
     model = ServedModel(folder_with_template(tmp_path), token="secret")
     with model.running():
-        assert client(python, "openai", f"{model.url}/v1") is None
+        client(python, "openai", f"{model.url}/v1")
 
 
 @pytest.mark.parametrize(("name", "num", "path"), [("trl", 8, ""), ("openenv", 2, "/v1")])
 def test_training_clients_get_the_tokens_and_log_probs_of_the_model(name, num, path, tmp_path):
     python, model = python_of(name), ServedModel(folder_with_template(tmp_path))
     with model.running():
-        rows = client(python, name, model.url + path, *[tmp_path][: name == "trl"])
+        printed = client(python, name, model.url + path, *[tmp_path][: name == "trl"])
+    rows = json.loads(printed.splitlines()[-1])
     assert len(rows) == num
     for ids, is_sampled, logprobs in rows:
         tokens, mask = np.array(ids, np.int32), np.array(is_sampled, bool)
@@ -63,19 +69,26 @@ def test_training_clients_get_the_tokens_and_log_probs_of_the_model(name, num, p
 
 
 @pytest.mark.timeout(900)
-def test_tasksets_of_verifiers_are_environments_of_a_training_run(tmp_path, monkeypatch):
+def test_a_taskset_of_verifiers_is_the_data_and_the_environment_of_a_run(tmp_path, monkeypatch):
     """Episodes of two paths: the harness drops its history after a turn."""
-    monkeypatch.setenv("AGENT_PYTHON", python_of("verifiers"))
-    # The task's prompts begin with the token of the beginning, so chats do, too.
+    python, data, workdir = (tmp_path / name for name in ("python", "a.jsonl", "run"))
+    path = f"PYTHONPATH={SCRIPT.parent} exec {python_of('verifiers')}"
+    python.write_text(f'#!/bin/sh\n{path} "$@"\n')
+    python.chmod(0o700)
+    monkeypatch.setenv("TBA_JAX_VERIFIERS", str(python))
+    bridge = verifiers_bridge.__file__
+    data.write_text(client(sys.executable, "verifiers_tasksets", script=bridge))
+    # The prompts of chats begin with the token of the beginning.
     folder = folder_with_template(tmp_path / "model", "{{ bos_token }}" + TEMPLATE)
-    monkeypatch.setenv("AGENT_MODEL", str(folder))
-    workdir = tmp_path / "run"
-    agent = SCRIPT.with_name("agents_for_tests.py")
     small = ("samples_per_prompt=2", "num_slots=2", "max_new_tokens=60")
     done = commands.run(
         workdir,
         *commands.SYNC,
-        f"task.environment={agent}:with_verifiers",
+        "task.name=custom",
+        f"task.data_path={data}",
+        "task.chat=True",
+        "task.environment=verifiers:verifiers_tasksets",
+        f"model.path={folder}",
         "task.num_eval_prompts=1",
         "eval.period=0",
         "num_steps=1",
@@ -90,7 +103,7 @@ def test_tasksets_of_verifiers_are_environments_of_a_training_run(tmp_path, monk
     ledger = json.loads((workdir / "report.json").read_text())["ledger"]
     assert ledger["rejected"] == {} and ledger["generated"] == 2
     (record,) = (r for r in commands.lines(workdir / "metrics.jsonl") if "train/loss" in r)
-    assert record["search/episode_paths"] == 2
+    assert record["search/episode_paths"] == 2 and record["search/reward_mean"] == 2.5
     # Forked episodes: as of agents whose paths are scored (test_agents).
     assert record["train/sampler_gap"] < 1e-4
 
@@ -118,7 +131,7 @@ def test_a_client_calls_tools(python, tmp_path):
     model.queue._served = served._replace(max_length=4096)
     model.session = ToolCalls(tokenizer, [call] * 3)
     with model.running():
-        assert client(python, "tools", f"{model.url}/v1") is None
+        client(python, "tools", f"{model.url}/v1")
     first, second, _ = model.session.contexts
     # The sampled call is in the second prompt as it was sampled.
     sampled = tokenizer.encode(call, add_bos=False)

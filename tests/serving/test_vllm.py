@@ -8,6 +8,7 @@ import fake_models
 import jax
 import numpy as np
 import pytest
+import served_model
 from fake_models import START_MODEL_LOGIT, logprob_bound
 from served_model import NUM_SLOTS, FaultyServer
 
@@ -18,8 +19,7 @@ from tba_jax.run.model_parts import START_MODEL
 from tba_jax.serving import vllm
 from tba_jax.serving.vllm import InferenceServer, ServerError
 
-PROMPT = np.array([1, 28, 16, 26, 18, 24, 34], np.int32)
-SETTINGS, ONES = SamplingSettings(9), np.ones(5)  # temperatures
+PROMPT, SETTINGS = np.array(served_model.PROMPT, np.int32), SamplingSettings(9)
 
 
 @pytest.fixture(scope="module")
@@ -53,11 +53,17 @@ def adapters_of(model, version):
     return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(keys), x.shape), fresh)
 
 
-def session_of(model, server, version=3):
-    return server.session(adapters_of(model, version), num_slots=4, version=version)
+def session_of(model, server):
+    return server.session(adapters_of(model, 3), num_slots=4, version=3)
 
 
-def assert_sampled(model, found, version, keys, settings=SETTINGS):
+def submit(session, number, num=5, settings=SETTINGS):
+    keys = np.random.default_rng(number).integers(0, 2**32, (num, 2), np.uint32)
+    session.submit(PROMPT, keys, settings, np.ones(num))
+    return keys
+
+
+def assert_sampled(model, session, version, keys, settings=SETTINGS):
     """The responses are those of our decoder with the merged weights, for the seeds sent."""
     seeds = [(int(k[0]) << 32 | int(k[1])) >> 1 for k in keys]
     own = [fold_in(np.array([s >> 32, s & 0xFFFFFFFF], np.uint32), 0) for s in seeds]
@@ -71,7 +77,7 @@ def assert_sampled(model, found, version, keys, settings=SETTINGS):
         num_slots=NUM_SLOTS,
     )
     bound = logprob_bound(model.config, 64, START_MODEL_LOGIT)
-    found = list(found)
+    found = list(session.run())
     assert len(found) == len(keys)
     for y in found:
         n = expected.lengths[0, y.sample]
@@ -83,38 +89,32 @@ def assert_sampled(model, found, version, keys, settings=SETTINGS):
         assert {y.version_min, y.version_max, *y.token_versions.tolist()} == {version}
 
 
-def keys_of(number, num=5):
-    return np.random.default_rng(number).integers(0, 2**32, (num, 2), np.uint32)
-
-
 def test_tokens_and_log_probs_are_those_of_the_engine_with_the_weights_of_each_version(
     model, client
 ):
     server = client()
     server.check()
     session = session_of(model, server)
-    session.submit(PROMPT, keys := keys_of(0), SETTINGS, ONES)
+    keys = submit(session, 0)
     assert session.room == -1 and not session.is_idle
-    assert_sampled(model, session.run(), 3, keys)
+    assert_sampled(model, session, 3, keys)
     for version in (4, 5):
         session.swap(adapters_of(model, version), version)
     # Version 3 is gone from server and disk.
     assert [name.rsplit("-")[-1] for name in model.loaded] == ["4", "5"]
-    session.submit(PROMPT, keys := keys_of(1), SETTINGS, ONES)
-    assert_sampled(model, session.run(), 5, keys)
+    assert_sampled(model, session, 5, submit(session, 1))
     assert server.failures.take() == {}
 
 
 def test_a_request_under_way_ends_with_the_weights_that_it_began_with(model, client):
-    settings = SamplingSettings(60, stop_ids=())
-    session = session_of(model, client())
+    settings, session = SamplingSettings(60, stop_ids=()), session_of(model, client())
     model.is_paused = True
-    session.submit(PROMPT, keys := keys_of(2, 4), settings, ONES)
+    keys = submit(session, 2, 4, settings)
     while sum(len(queue._live) for queue, _ in model.entries) < 4:
         time.sleep(0.01)
     session.swap(adapters_of(model, 4), 4)
     model.is_paused = False
-    assert_sampled(model, session.run(), 3, keys, settings)
+    assert_sampled(model, session, 3, keys, settings)
 
 
 NAMES = {429: "server_down", 500: "server_down", "late": "server_down"}
@@ -139,10 +139,9 @@ def test_a_failed_request_is_counted_by_name_and_sent_again(
     monkeypatch.setattr(vllm, "_MOST_PAUSE_S", 0.01)
     # On a busy machine any response may be late; what is late by itself takes 2 s.
     server = client(timeout_s=1.0 if "late" in faults else 60.0)
-    session, keys = session_of(model, server), keys_of(4, 1)
+    session = session_of(model, server)
     model.faults = list(faults)
-    session.submit(PROMPT, keys, SETTINGS, ONES)
-    assert_sampled(model, session.run(), 3, keys)
+    assert_sampled(model, session, 3, submit(session, 4, 1))
     names = {NAMES.get(fault, "server_nonsense") for fault in faults}
     assert set(server.failures.take()) == names
     lines = [x for x in capfd.readouterr().err.splitlines() if "search.engine" in x]
@@ -153,7 +152,7 @@ def test_a_failed_request_is_counted_by_name_and_sent_again(
 def test_a_failure_that_stays_ends_the_run_in_time(model, client):
     session = session_of(model, client(timeout_s=0.5))
     model.always = 500
-    session.submit(PROMPT, keys_of(5), SETTINGS, ONES)
+    submit(session, 5)
     with pytest.raises(ServerError, match="in 1 s.*run the same command again to continue"):
         list(session.run())
 
@@ -164,7 +163,6 @@ def test_a_server_that_is_restarted_loses_no_request(model, client, capfd):
     port = first.server.port
     server = client(url=f"http://127.0.0.1:{port}/v1", timeout_s=30.0)
     first.server.close()
-    keys = keys_of(6)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         opened = pool.submit(session_of, model, server)
         while "server_down" not in capfd.readouterr().err:
@@ -172,8 +170,7 @@ def test_a_server_that_is_restarted_loses_no_request(model, client, capfd):
             time.sleep(0.05)
         with FaultyServer(START_MODEL, port=port).running():
             session = opened.result()
-            session.submit(PROMPT, keys, SETTINGS, ONES)
-            assert_sampled(model, session.run(), 3, keys)
+            assert_sampled(model, session, 3, submit(session, 6))
             assert set(server.failures.take()) == {"server_down"}
             server.close()
 
@@ -185,6 +182,7 @@ def test_a_server_that_is_restarted_loses_no_request(model, client, capfd):
         ("", {"longest": 257}, "max_model_len = 256, and prompt and response may have 257"),
         ("no token ids", {}, "has no token_ids"),
         ("no adapters", {}, "HTTP 500 from /load_lora_adapter"),
+        ("no effect", {}, "an adapter changes no log-prob"),
         (401, {}, "HTTP 401 from /completions"),
     ],
 )
