@@ -137,20 +137,18 @@ class _Worker:
         self.number = min({*range(len(pool.workers) + 1)} - {w.number for w in pool.workers})
         self.started, self.ended = asyncio.Future[Any](), asyncio.Future[Any]()
         self.answers = {_STARTED: self.started}
-        self._log = None
-        if pool.logs is not None:
-            pool.logs.mkdir(parents=True, exist_ok=True)
-            name = f"{pool.kind}-{socket.gethostname()}-{os.getpid()}-{self.number}.log"
-            self._log = str(pool.logs / name)
+        name = f"{pool.kind}-{socket.gethostname()}-{os.getpid()}-{self.number}.log"
+        self._log = pool.logs and pool.logs / name
+        if self._log:
+            self._log.parent.mkdir(parents=True, exist_ok=True)
         ours, theirs = socket.socketpair()
         # The working directory is last: a user's file must not hide a module of the library.
         paths = [*sys.path, os.getcwd()]
         job = json.dumps([paths, pool.make.__module__, pool.make.__name__, pool.arguments])
         command, stdin = [sys.executable, "-P", "-c", _PROGRAM, job], theirs.fileno()
         with theirs, open(self._log, "ab") if self._log else contextlib.nullcontext() as log:
-            self.process = subprocess.Popen(
-                command, stdin=stdin, stdout=log, stderr=log, process_group=0
-            )
+            streams: Any = {"stdin": stdin, "stdout": log, "stderr": log}
+            self.process = subprocess.Popen(command, process_group=0, **streams)
         self._writer: asyncio.StreamWriter | None = None
         self._receiving = asyncio.ensure_future(self._receive(ours))
         _RECEIVING.add(self._receiving)
@@ -196,13 +194,6 @@ class _Worker:
         if not self.started.done() and name != "closed":
             name = "start"
         self.ended.set_result((name, text, cause or next(iter(self.answers), _STARTED)))
-
-    def failure(self, number: int) -> WorkerFailed:
-        """Return the failure of a job after the end."""
-        name, text, cause = self.ended.result()
-        if name in ("timeout", "crash") and number != cause:
-            name, text = "lost", f"another job ended the {self._pool.kind} worker: {text}"
-        return WorkerFailed(name, text)
 
 
 class Job:
@@ -253,9 +244,12 @@ class Job:
                 worker.end("timeout", f"{doing} took longer than {timeout_s:g} s", self._number)
             limit_s, first = max(0.0, min(left_s, _TICK_S)), asyncio.FIRST_COMPLETED
             await asyncio.wait([answer, worker.ended], timeout=limit_s, return_when=first)
-        if not answer.done():
-            raise worker.failure(self._number)
-        return answer.result()
+        if answer.done():
+            return answer.result()
+        name, text, cause = worker.ended.result()
+        if name in ("timeout", "crash") and self._number != cause:
+            name, text = "lost", f"another job ended the {self._pool.kind} worker: {text}"
+        raise WorkerFailed(name, text)
 
     def leave(self) -> None:
         """Give the place in the worker back. A job that has not ended is cancelled."""

@@ -37,7 +37,8 @@ from tba_jax.workers import Handler, WorkerFailed, WorkerPool, start_loop
 TRIAL_S = 10.0
 """Seconds for the trial on one row; the run itself shows whether a function hangs."""
 _CALL_ITEMS = 16  # responses in a call of several prompts that have one response each
-_ERROR, _CRASH, _TIMEOUT = _FAILED = ("reward_error", "reward_crash", "reward_timeout")
+_ERROR, _CRASH = "reward_error", "reward_crash"
+_FAILED = (_ERROR, _CRASH, "reward_timeout")  # reasons of all responses of a call that failed
 _LARGEST = 3.4028234e38  # rewards are float32
 _MOST_TEXT = 4000  # characters of a traceback: an exception may carry megabytes
 # Arguments of TRL that are not passed, and what to do instead.
@@ -247,13 +248,12 @@ class RewardPool(RewardSource):
         whole = await self._call(arguments, group, self.timeout_s)
         if whole[0].reason not in _FAILED or len(group) == 1:
             return whole
-        calls = [self._call(arguments, [i], self.timeout_s) for i in group]
+        calls = (self._call(arguments, [i], self.timeout_s) for i in group)
         alone = [score for (score,) in await asyncio.gather(*calls)]
-        found = dict(zip(group, alone, strict=True))
-        if rest := [i for i, score in found.items() if score.reason not in _FAILED]:
-            together = await self._call(arguments, rest, self.timeout_s * len(rest))
-            found |= zip(rest, together, strict=True)
-        return list(found.values())
+        rest = [i for i, x in zip(group, alone, strict=True) if x.reason not in _FAILED]
+        limit_s = self.timeout_s * len(rest)
+        together = iter(await self._call(arguments, rest, limit_s) if rest else ())
+        return [score if score.reason in _FAILED else next(together) for score in alone]
 
     async def _call(
         self, arguments: Arguments, items: Sequence[int], timeout_s: float

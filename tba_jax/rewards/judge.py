@@ -16,14 +16,10 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-try:
-    import openai  # pyright: ignore[reportMissingImports]  # an optional dependency
-except ImportError:
-    raise ImportError("a judge needs the package openai: pip install 'tba_jax[judge]'") from None
-
-from tba_jax.rewards.numeric import Content, text_of
+from tba_jax.rewards.numeric import Content, optional, text_of
 from tba_jax.rewards.scores import Score
 
+openai = optional("openai", "a judge", "judge")
 _MOST_TEXT = 300  # characters of an answer in a message
 # Names of failures; the first class that fits counts.
 _FAILURES = {

@@ -1,25 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 r"""Reward for competition mathematics: the last \boxed{...} of a response, compared by math-verify.
 
-Only reward processes import this module: it needs the package math-verify (extra `math`), whose
-import must end before the deadline of the first call starts. The package's own time limits are off,
-because they would silently grade a slow comparison as wrong; with the deadline of reward processes,
-a slow comparison is a failure. Invariant: a response without a boxed answer is wrong.
+Only reward processes import this module. The own time limits of math-verify are off: they would
+silently grade a slow comparison as wrong, which is a failure at the deadline of reward processes.
+Invariant: a response without a boxed answer is wrong.
 """
 
 import logging
 import re
 from typing import Any
 
-try:
-    import math_verify
-except ImportError:
-    raise ImportError(
-        "the reward of task math needs the package math-verify: pip install 'tba_jax[math]'"
-    ) from None
+from tba_jax.rewards.numeric import each, last_boxed, optional
 
-from tba_jax.rewards.numeric import each, last_boxed
-
+math_verify = optional("math_verify", "the reward of task math", "math")
 # The package warns in every process that its time limits are off.
 logging.getLogger("math_verify").setLevel(logging.ERROR)
 # Base of answers such as 2516_8, which math-verify drops.

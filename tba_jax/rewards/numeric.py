@@ -5,6 +5,7 @@ Reward processes import this module, so it imports only the standard library. In
 and gold answers are parsed by the same rule.
 """
 
+import importlib
 import inspect
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +14,16 @@ from typing import Any
 
 Content = str | Sequence[Mapping[str, str]]
 """A text, or chat messages."""
+
+
+def optional(module: str, user: str, extra: str) -> Any:
+    """Import a module, or raise ImportError with the extra of this package that installs it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        name = module.replace("_", "-")
+        text = f"{user} needs the package {name}: pip install 'tba_jax[{extra}]'"
+        raise ImportError(text) from None
 
 
 def text_of(content: Content) -> str:

@@ -1,27 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reward of the `reasoning_gym` tasks: the data set's own scorer, on the last <answer>.
 
-Only reward processes import this module, because it needs the package reasoning-gym. The data of a
-problem is generated again from data set, seed and index. Invariant: a response is scored for the
-question that the model received; if the package generates another question, an error is raised.
+Only reward processes import this module. The data of a problem is generated again from data set,
+seed and index. Invariant: a response is scored for the question that the model received.
 """
 
 import functools
-import importlib
 import re
-from typing import Any
 
-from tba_jax.rewards.numeric import each
+from tba_jax.rewards.numeric import each, optional
 
-try:
-    # An import statement would make type checkers import this module itself.
-    _package: Any = importlib.import_module("reasoning_gym")
-except ImportError:
-    raise ImportError(
-        "tasks reasoning_gym:DATASET need the package reasoning-gym: "
-        "pip install 'tba_jax[reasoning-gym]'"
-    ) from None
-
+_package = optional("reasoning_gym", "the reward of reasoning_gym:DATASET", "reasoning-gym")
 _create = functools.lru_cache(maxsize=8)(_package.create_dataset)
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 

@@ -43,14 +43,9 @@ def no_prompts(completions, target):
 def optional(completions, trainer_state=None, log_metric=None):
     return [1.0] * len(completions)
 
-def needs_state(completions, trainer_state):
-    return [trainer_state.step] * len(completions)
-
-def needs_environments(completions, environments):
-    return [1.0] * len(completions)
-
-def needs_log_extra(completions, log_extra):
-    return [1.0] * len(completions)
+def needs_state(completions, trainer_state): ...
+def needs_environments(completions, environments): ...
+def needs_log_extra(completions, log_extra): ...
 
 def logs(completions, log_metric):
     log_metric("words", sum(len(c.split()) for c in completions))
