@@ -168,8 +168,8 @@ LIMITS = {
     "run": 3043,
     "planning": 2300,
     "tasks": 1312,
-    "environments": 1364,
-    "serving": 1234,
+    "environments": 1366,
+    "serving": 1235,
 }
 
 

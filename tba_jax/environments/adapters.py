@@ -220,6 +220,8 @@ def make_handler(name: str) -> Handler:
     The first message of a job is ("describe", whether schemas are wanted) or ("begin", row).
     """
     free: list[Any] = []
+    with contextlib.suppress(BaseException):  # the answer to the first message has the reason
+        load(name)  # now, because the start of a worker has a longer deadline than a message
 
     async def handle(message: Any, reply: Reply) -> Any:
         kind, value = message

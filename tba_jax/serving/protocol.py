@@ -58,8 +58,9 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """Return the JSON object of the response."""
         kind = _ERRORS.get(self.status, "invalid_request_error")
-        found = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        return {"error": found}
+        return {
+            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
+        }
 
 
 class Served(NamedTuple):

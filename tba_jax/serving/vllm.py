@@ -40,6 +40,7 @@ T = TypeVar("T")
 _CHECK_TIMEOUT_S = 60.0
 _MOST_PAUSE_S = 30.0  # longest pause between two attempts
 _MOST_ATTEMPTS = {"server_down": math.inf, "server_refused": 1}  # of one name; others: 5
+_STATUSES = {404: "server_no_model", 408: "server_down", 429: "server_down"}
 _KEPT = 2  # versions in the server: requests under way end with the one that they began with
 _STEP_S = 0.02  # longest wait of a step
 _START = "Start it with vllm serve MODEL --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
@@ -277,9 +278,8 @@ class InferenceServer:
                 return dict(found.json())
             return {}
         text = f"HTTP {found.status} from {path}: {found.data[:300].decode(errors='replace')}"
-        is_brief = found.status in (408, 429) or found.status >= 500
-        name = "server_down" if is_brief else "server_refused"
-        raise Failure("server_no_model" if found.status == 404 else name, text)
+        other = "server_down" if found.status >= 500 else "server_refused"
+        raise Failure(_STATUSES.get(found.status, other), text)
 
 
 def _read(

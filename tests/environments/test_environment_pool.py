@@ -197,6 +197,15 @@ def test_a_pool_that_is_closed_ends_the_session_that_waits_for_it():
         played(pool, session, row(Letters(), "p"))
 
 
+def test_an_import_may_take_longer_than_a_call(tmp_path):
+    file, game = (
+        tmp_path / "slow.py",
+        "class Game:\n    def init(self, prompt): ...\n    def step(self, text): ...",
+    )
+    file.write_text(f"import time\ntime.sleep(3)\n{game}")
+    pool_of(f"{file}:Game", 1.5).close()
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
