@@ -35,6 +35,20 @@ def test_a_fleet_loses_searchers_members_of_its_trainer_and_a_node_and_learns(tm
 
 
 @pytest.mark.slow
+def test_a_searcher_that_waits_does_not_take_the_place_of_a_trainer_that_restarts(tmp_path):
+    """Each process has half of the CPUs, so that one of two searchers waits for resources."""
+    half = f"CPU={os.cpu_count() / 2}"
+    own = {"fleet.trainer": half, "fleet.searcher": half}
+    fleet = Fleet(tmp_path / "run", num_steps=8, **own)
+    fleet.until_step(3)
+    (owner,) = fleet.processes("owner")
+    owner.kill()
+    assert fleet.end() == 0, fleet.told()
+    assert ". Restarting the trainer from " in fleet.told()
+    assert check(fleet.workdir, 8)["fleet"]["searchers"] == 1
+
+
+@pytest.mark.slow
 def test_an_interrupted_fleet_is_resumed_by_the_same_command(tmp_path):
     fleet = Fleet(tmp_path / "run", num_steps=8)
     fleet.until_step(2)

@@ -214,14 +214,6 @@ def start():
     return config, params, trained_adapters(config)
 
 
-def test_adapters_are_the_same_bits_after_writing_and_reading(start, tmp_path):
-    config, _, adapters = start
-    adapter_files.write(tmp_path / "a", config, adapters, "base")
-    found, read = adapter_files.read(tmp_path / "a", replace(config, adapters=None))
-    assert set(found.adapters.modules) == set(MODULES) and found.adapters.scale == 2.0
-    assert_equal(read, adapters)
-
-
 def test_a_file_adds_what_peft_adds_to_each_tensor_of_a_checkpoint(start, tmp_path):
     """W + alpha / r B A for each Linear, with the names of the checkpoint, is the merged model."""
     config, params, adapters = start

@@ -2,11 +2,8 @@
 """What a config asks of a fleet is refused before anything is started."""
 
 import collections
-import os
-import subprocess
 import sys
 import types
-from pathlib import Path
 
 import jax
 import pytest
@@ -137,67 +134,6 @@ def test_a_return_of_the_trainer_clears_the_failures_of_searchers(fleet):
     fleet.fail("SearcherProcess", Raised(), 5)
     with pytest.raises(RunError, match="searchers 0 to 1 failed 6 times .*: no weights. Fix"):
         fleet.fail("SearcherProcess", Raised())
-
-
-PENDING = """
-import os, signal, sys, time
-from pathlib import Path
-from tba_jax.config.schema import make_config
-from tba_jax.run import fleet
-
-folder, killed = Path(sys.argv[1]), []
-
-def note(name):
-    (folder / f"{name}-{os.getpid()}").touch()
-
-class Trainer(fleet.TrainerProcess):
-    def run(self, *arguments):
-        note("trainer")
-        while not (folder / "end").exists():
-            time.sleep(0.05)
-        return "done"
-
-class Searcher:
-    def run(self, *arguments):
-        note("searcher")
-        time.sleep(600)
-
-fleet.TrainerProcess, fleet.SearcherProcess = Trainer, Searcher
-
-def count(name):
-    return len(list(folder.glob(f"{name}-*")))
-
-def interrupted():
-    if count("trainer") == 1 and count("searcher") == 1:
-        time.sleep(1.0)  # a second searcher waits for resources
-        if not killed:
-            (trainer,) = folder.glob("trainer-*")
-            killed.append(int(trainer.name.split("-")[1]))
-            os.kill(killed[0], signal.SIGKILL)
-    elif count("trainer") == 2:
-        (folder / "end").touch()
-    return False
-
-config = make_config({"placement": "fleet", "fleet.max_searchers": 2, "num_searchers": 1,
-                      "fleet.trainer": "CPU=1,big=1", "fleet.searcher": "CPU=1,big=1"})
-import ray
-init = ray.init
-ray.init = lambda **options: init(**{**options, "num_cpus": 2, "resources": {"big": 2}})
-flag = type("Flag", (), {"check": staticmethod(lambda: None)})
-print(fleet.train_fleet(config, folder, flag, interrupted=interrupted), count("searcher"))
-"""
-
-
-@pytest.mark.slow  # a cluster takes most of the time
-def test_a_searcher_that_waits_does_not_take_the_place_of_a_trainer_that_restarts(tmp_path):
-    pytest.importorskip("ray", reason="a fleet needs the extra `fleet`")
-    done = subprocess.run(
-        [sys.executable, "-c", PENDING, str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
-        capture_output=True, text=True, timeout=170, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "done 1"
 
 
 def test_a_cluster_that_does_not_start_in_time_is_one_line(monkeypatch):
