@@ -38,7 +38,7 @@ def test_a_fleet_loses_searchers_members_of_its_trainer_and_a_node_and_learns(tm
 def test_a_searcher_that_waits_does_not_take_the_place_of_a_trainer_that_restarts(tmp_path):
     """Each process has half of the CPUs, so that one of two searchers waits for resources."""
     half = f"CPU={os.cpu_count() / 2}"
-    own = {"fleet.trainer": half, "fleet.searcher": half}
+    own = {"num_searchers": 1, "fleet.trainer": half, "fleet.searcher": half}
     fleet = Fleet(tmp_path / "run", num_steps=8, **own)
     fleet.until_step(3)
     (owner,) = fleet.processes("owner")

@@ -13,7 +13,6 @@ from fake_models import (
     KINDS,
     assert_equal,
     logits,
-    logits_of,
     logprobs_of,
     random_params,
     tiny_config,
@@ -24,10 +23,8 @@ from jax.sharding import Mesh, PartitionSpec
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.decoding.shardings import weight_shardings
 from tba_jax.devices.site import Site, any_device
-from tba_jax.models import model as models
 from tba_jax.models.quantized import MATRICES, quantize, scale_name
 from tba_jax.models.transformer import unstack_layers
-from tba_jax.run.model_parts import START_MODEL
 from tba_jax.weights.memory import Weights
 from tba_jax.weights.publication import make_publish_program
 
@@ -60,25 +57,6 @@ def test_every_weight_is_within_half_a_step_of_its_channel(family):
     # All layers use their scales. Delta layers amplify rounding (see `bfloat16_kl`).
     wanted, bound = logits(exact, config), 0.2 if "delta" in config.pattern else 0.1
     assert 0 < np.abs(wanted - logits(rounded, config)).max() < bound * np.abs(wanted).max()
-
-
-def total_variation(folder):
-    """(mean, largest) over the positions of a few random sequences."""
-    model = models.describe(str(folder))
-    weights = unstack_layers(model.load_params(param_dtype=jnp.float32), model.config)
-    size = min(model.config.vocab_size, 400)
-    tokens = np.random.default_rng(0).integers(3, size, (8, 24)).astype(np.int32)
-    mask = np.ones(tokens.shape, bool)
-    found = logits_of(model.config, quantize(weights, "int8"), tokens, mask)
-    exact, found = map(jax.nn.softmax, (logits_of(model.config, weights, tokens, mask), found))
-    distance = 0.5 * np.abs(np.asarray(exact) - np.asarray(found)).sum(axis=-1)
-    return distance.mean(), distance.max()
-
-
-def test_the_next_token_is_distributed_nearly_as_with_exact_weights():
-    mean, largest = total_variation(START_MODEL)
-    # Measured: 0.006 and 0.028; 0.012 and 0.047 with stories260k.
-    assert 0 < mean < 0.015 and largest < 0.06, (mean, largest)
 
 
 @functools.cache
