@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from fake_batches import slow
 from fake_models import (
     FAMILIES,
     GOLDEN,
@@ -41,7 +42,6 @@ MODELS = {
 MODELS = {name: family for name, family in MODELS.items() if family in families.FAMILIES}
 CLASSIFIERS = [name for name in MODELS if name.endswith(("_classifier", "_reward"))]
 LANGUAGE_MODELS = [name for name in MODELS if name not in CLASSIFIERS]
-DECODED = FAMILIES.values()
 
 
 def test_there_is_a_golden_model_of_every_family():
@@ -58,10 +58,10 @@ def rows_of(golden):
 
 
 @pytest.mark.parametrize("name", LANGUAGE_MODELS)
-def test_scoring_and_decoding_equal_transformers(name):
+def test_scoring_equals_transformers(name):
     config, params, _ = load_folder(GOLDEN / name)
     golden = np.load(GOLDEN / f"{name}.npz")
-    n, m = golden["tokens"].shape[1], golden["greedy"].shape[1]
+    n = golden["tokens"].shape[1]
     tokens, mask = rows_of(golden)
     logits = logits_of(config, params, tokens, mask)
     alone, *padded = np.split(logits, 3)
@@ -69,7 +69,7 @@ def test_scoring_and_decoding_equal_transformers(name):
     assert_close(alone[:, :n], golden["logits"])
     # Each greedy token is the argmax before it.
     np.testing.assert_array_equal(alone.argmax(-1)[:, n - 1 : -1], golden["greedy"])
-    assert len(np.unique(golden["greedy"])) >= 10 and m == 64
+    assert len(np.unique(golden["greedy"])) >= 10
     for side, got in zip(("left", "right"), padded, strict=True):
         valid = golden[f"{side}_mask"]
         assert_close(got[:, : valid.shape[1]][valid], golden[f"{side}_logits"][valid])
@@ -79,8 +79,17 @@ def test_scoring_and_decoding_equal_transformers(name):
         want, got = jax.nn.log_softmax(logits[mask]), jax.nn.log_softmax(low[mask])
         kl = np.mean(np.sum(np.exp(want) * (want - got), axis=-1))
         assert 1e-6 < kl < bfloat16_kl(config)
-    if name not in DECODED:
-        return
+
+
+@pytest.mark.parametrize(
+    # By default each kind of layer, caps, two norms, learned positions and parallel residuals.
+    "family",
+    [x if x in (*KINDS, "gemma2", "gpt2", "gpt_neox") else slow(x) for x in FAMILIES],
+)
+def test_decoding_equals_transformers(family):
+    config, params, _ = load_folder(GOLDEN / FAMILIES[family])
+    golden = np.load(GOLDEN / f"{FAMILIES[family]}.npz")
+    n, m = golden["tokens"].shape[1], golden["greedy"].shape[1]
     decoder = tiny_decoder(config, eos_ids=(), prompt_tokens=n, max_length=n + m)  # chunks < window
     options = {"num_samples": 1, "key": jax.random.key(0), "num_slots": 2}
     greedy, drawn = (
@@ -88,6 +97,7 @@ def test_scoring_and_decoding_equal_transformers(name):
         for t in (0.0, 1.3)
     )
     np.testing.assert_array_equal(greedy.tokens[:, 0], golden["greedy"])
+    tokens, mask = rows_of(golden)
     tokens[:2, n:] = drawn.tokens[:, 0]
     scored = logits_of(config, params, tokens, mask)[:2, n - 1 : -1] / 1.3
     logprobs = np.asarray(jax.nn.log_softmax(scored))
