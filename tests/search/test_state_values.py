@@ -20,15 +20,15 @@ from tba_jax.search.searcher import Searcher, SearchParts
 from tba_jax.search.state_values import advantages_of, states_of, values_of
 from tba_jax.weights.publication import Published
 
-CONFIG = tiny_config()
+CONFIG = tiny_config(vocab_size=12)
 EOS, LIMIT = 2, 3
 X = np.array([3, 5, 7], np.int32)
 PROMPT = Prompt(4, "x", X, {})
 
 
 def reward_of(tokens):
-    """Right is what adds up to more than 28; what begins with a 1 has no reward."""
-    return None if tokens[0] == 1 else float(sum(tokens) > 28)
+    """Right is what adds up to more than 14; what begins with a 1 has no reward."""
+    return None if tokens[0] == 1 else float(sum(tokens) > 14)
 
 
 HEAVY = ByFunction(lambda text, ids: reward_of(ids.tolist()))
