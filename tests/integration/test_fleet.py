@@ -35,15 +35,26 @@ def test_a_fleet_loses_searchers_members_of_its_trainer_and_a_node_and_learns(tm
 
 
 @pytest.mark.slow
-def test_a_searcher_that_waits_does_not_take_the_place_of_a_trainer_that_restarts(tmp_path):
-    """Each process has half of the CPUs, so that one of two searchers waits for resources."""
-    half = f"CPU={os.cpu_count() / 2}"
-    own = {"num_searchers": 1, "fleet.trainer": half, "fleet.searcher": half}
-    fleet = Fleet(tmp_path / "run", num_steps=8, **own)
-    fleet.until_step(3)
-    (owner,) = fleet.processes("owner")
-    owner.kill()
-    assert fleet.end() == 0, fleet.told()
+def test_a_searcher_that_waits_does_not_take_the_place_of_a_trainer_that_restarts(
+    tmp_path, monkeypatch
+):
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # as `connected` does
+    handler = signal.getsignal(signal.SIGTERM)  # which a cluster replaces
+    # Each process takes one of two CPUs, so that one of two searchers waits.
+    cluster = Cluster(True, head_node_args={"num_cpus": 2, "object_store_memory": 2**27})
+    own = {"num_searchers": 1, "fleet.trainer": "CPU=1", "fleet.searcher": "CPU=1"}
+    try:
+        address = {"fleet.address": cluster.address}
+        fleet = Fleet(tmp_path / "run", num_steps=8, **own, **address)
+        fleet.until_step(3)
+        (owner,) = fleet.processes("owner")
+        owner.kill()
+        assert fleet.end() == 0, fleet.told()
+    finally:
+        cluster.shutdown()
+        signal.signal(signal.SIGTERM, handler)
     assert ". Restarting the trainer from " in fleet.told()
     assert check(fleet.workdir, 8)["fleet"]["searchers"] == 1
 

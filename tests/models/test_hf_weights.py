@@ -33,14 +33,18 @@ def test_all_disagreements_are_named_in_one_error(tmp_path):
     del tensors["model.layers.1.mlp.up_proj.weight"], tensors["model.norm.weight"]
     tensors["model.layers.0.self_attn.q_norm.weight"] = np.ones(6, np.float32)
     tensors["model.embed_tokens.weight"] = np.ones((49, 16), np.float32)
+    for i, dtype in enumerate((ml_dtypes.float8_e4m3fn, np.int8, np.bool_)):  # quantised
+        name = f"model.layers.0.mlp.{('gate', 'up', 'down')[i]}_proj.weight"
+        tensors[name] = tensors[name].astype(dtype)
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError) as caught:
         load_folder(tmp_path)
     message = str(caught.value)
     assert "missing: model.layers.1.mlp.up_proj.weight, model.norm.weight" in message
     assert "unexpected: model.layers.0.self_attn.q_norm.weight" in message
-    other = "model.embed_tokens.weight (got F32 [49, 16], wanted floats [48, 16])"
-    assert f"other values: {other}" in message
+    assert "other values: model.embed_tokens.weight (got F32 [49, 16], wanted floats [48" in message
+    for name, code in (("gate", "F8_E4M3"), ("up", "I8"), ("down", "BOOL")):
+        assert f"model.layers.0.mlp.{name}_proj.weight (got {code} [" in message
 
 
 @pytest.mark.parametrize("target", [jnp.float32, jnp.bfloat16, jnp.float16])
@@ -76,17 +80,6 @@ def test_a_saved_dtype_is_that_of_the_parameters_or_the_one_asked_for(tmp_path, 
     assert {x.dtype for name, x in b.items() if name.endswith("A_log")} <= {np.dtype(np.float32)}
     assert folders.load_config(tmp_path / "b")["dtype"] == "bfloat16"
     assert folders.load_config(tmp_path / "c") == folders.load_config(tmp_path / "b")
-
-
-def test_quantised_tensors_are_refused_by_name(tmp_path):
-    make_folder(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    for dtype, code in ((ml_dtypes.float8_e4m3fn, "F8_E4M3"), (np.int8, "I8"), (np.bool_, "BOOL")):
-        tensors["model.norm.weight"] = tensors["model.norm.weight"].astype(dtype)
-        save_file(tensors, tmp_path / "model.safetensors")
-        message = rf"model\.norm\.weight \(got {code} \[16\], wanted floats \[16\]\)"
-        with pytest.raises(ValueError, match=message):
-            load_folder(tmp_path)
 
 
 _FILE, _INDEX = "model.safetensors", "model.safetensors.index.json"

@@ -2,11 +2,13 @@
 """What a run writes to metrics.jsonl and samples.jsonl, and what a resume does to them."""
 
 import contextlib
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
+from fake_groups import make_trajectory
 
-from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
+from tba_jax.flow.trajectory import Draw, Prompt
 from tba_jax.report.jsonl import read_jsonl
 from tba_jax.run.records import MOST_STEPS, Logs
 from tba_jax.train.trainer import Shown
@@ -25,19 +27,9 @@ def opened(folder, num_steps=6):
 
 
 def shown(num_tokens):
-    y = Trajectory(
-        prompt_id=5,
-        response_tokens=np.full(num_tokens, ord("a"), np.int32),
-        reward=0.5,
-        reward_parts={"format": 1.0},
-        behavior_token_logprobs=np.full(num_tokens, -1.5, np.float32),
-        version_min=2,
-        version_max=2,
-        searcher=1,
-        ticket=0,
-        sampling_temperature=1.0,
-        finish_reason="eos",
-    )
+    tokens = np.full(num_tokens, ord("a"), np.int32)
+    y = make_trajectory(5, tokens, reward=0.5, parts={"format": 1.0}, version=2)
+    y = replace(y, behavior_token_logprobs=np.full(num_tokens, -1.5, np.float32))
     prompt = Prompt(5, "why", np.zeros(1, np.int32), {"answer": "b"})
     ones = np.ones((2, num_tokens + 3), np.float32)
     return Shown(Draw(prompt, (y,), True, (0,)), -ones, -3 * ones)
