@@ -34,7 +34,7 @@ def test_the_page_learns():
 def test_the_cells_of_the_notebook_run_in_order(tmp_path):
     cells = json.loads((ROOT / "docs" / "first_run.ipynb").read_text())["cells"]
     code = "\n".join("".join(x["source"]) for x in cells if x["cell_type"] == "code")
-    long, short = "num_steps=150", 'num_steps=3, task={"num_eval_prompts": 16}'
+    long, short = "num_steps=60", 'num_steps=3, task={"num_eval_prompts": 16}'
     assert code.count(long) == 1 and "before" in python(code.replace(long, short), tmp_path)
     assert len(tba_jax.load_run(tmp_path / "runs" / "first_run").metrics) >= 3
 

@@ -41,8 +41,8 @@ from tba_jax.bench.harness import Figures
 from tba_jax.run.model_parts import START_MODEL
 from tba_jax.tasks.arithmetic import TRAIN_SIZE, Arithmetic
 
-# Warmup steps of the preset; the peer gets the same number.
-_WARMUP_STEPS = 5
+# Warmup steps of the presets; the peer gets the same number.
+_WARMUP_STEPS = 3
 _WORKLOADS: Mapping[str, Mapping[str, Any]] = {
     "math": {"max_new_tokens": 16},
     "agent": {
@@ -54,7 +54,7 @@ _WORKLOADS: Mapping[str, Mapping[str, Any]] = {
     },
 }
 _BATCH = {"num_prompts": 16, "group_size": 16}
-_RUN = {"num_steps": 150, "eval_period": 10}
+_RUN = {"num_steps": 60, "eval_period": 10}
 _INTEGERS = {"seeds": 5, **_RUN, "num_held_out": 512, **_BATCH}
 _TIMES = ("from_command_s", "first_step_s", "after_first_step_s", "steps")
 _COLUMNS = (*_TIMES, "over_trl.from_command", "over_trl.after_first_step")
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     harness.add_peer_flags(parser)
     parser.add_argument(
         "--peer_learning_rates",
-        default="1e-4,3e-4,1e-3",
+        default="2e-4,3e-4,4e-4,6e-4,1e-3",
         help="learning rates to try; the fastest is used",
     )
     parser.add_argument("--config", choices=_WORKLOADS, default="math", help="preset of the task")
@@ -131,7 +131,6 @@ def _ours(
         "objective.group_size": args.group_size,
         "search.samples_per_prompt": args.group_size,
         "search.max_new_tokens": _WORKLOADS[args.config]["max_new_tokens"],
-        "optimizer.learning_rate": f"linear(2e-4, 0, warmup={_WARMUP_STEPS})",
     }
     command = harness.main_command(args.config, workdir, fields)
     env = {k: v for k, v in os.environ.items() if "CACHE" not in k or not k.startswith("JAX_")}

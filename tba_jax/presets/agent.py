@@ -21,7 +21,6 @@ from tba_jax.presets.math import PRESETS as MATH
 PRESETS = {
     "toy": {
         **MATH["arithmetic"],
-        "num_steps": 40,
         "task.environment": "tba_jax.tasks.calculator:Calculator",
         "task.num_eval_prompts": 128,
         "search.max_new_tokens": 24,

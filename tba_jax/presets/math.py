@@ -28,7 +28,7 @@ from typing import Any
 
 PRESETS: dict[str, dict[str, Any]] = {
     "arithmetic": {
-        "num_steps": 150,
+        "num_steps": 60,
         "sync_period": 1,
         "num_searchers": 1,
         # Two CPU devices: one device runs one program at a time, so that searcher and trainer would
@@ -41,7 +41,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         "batch.micro_batch_rows": 64,
         "objective.group_size": 16,
         "objective.beta": 0.05,
-        "optimizer.learning_rate": "linear(2e-4, 0, warmup=5)",
+        "optimizer.learning_rate": "linear(4e-4, 0, warmup=3)",
         "search.samples_per_prompt": 16,
         "search.max_new_tokens": 16,
         # Responses have about seven tokens. More slots would not raise the throughput, but each
@@ -52,8 +52,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         "replay.pace": "trainer",
         "replay.max_staleness": 2,
         "replay.max_bytes": 256 * 2**20,
-        "checkpoint.period": 100,
-        "eval.period": 25,
+        "checkpoint.period": 30,
+        "eval.period": 10,
     },
     "gsm8k": {
         "num_steps": 700,
