@@ -55,8 +55,8 @@ _CHATS = (
 
 Row = tuple[str, Mapping[str, Any]]
 """Prompt text and columns of one row of the data, for a trial of a function."""
-Arguments = Mapping[str, Sequence[Any]]
-"""Arguments of a function; each has one value per response."""
+Arguments = Mapping[str, Any]
+"""Arguments for one response; the function receives lists of them."""
 
 # --- in the worker -------------------------------------------------------------------------------
 
@@ -104,7 +104,7 @@ def make_handler(function: str) -> Handler:
     return lambda arguments, _: call(function, arguments)
 
 
-async def call(function: str, arguments: Arguments) -> list[Score] | str:
+async def call(function: str, arguments: Mapping[str, Sequence[Any]]) -> list[Score] | str:
     """Call a function once; return scores, or the reason why no call can succeed.
 
     Arguments that the function does not accept are left out. The parts are the means of the values
@@ -203,9 +203,9 @@ class RewardPool(RewardSource):
         answer = columns.get("answer", columns.get("reference_answer"))
         texts = [answer if isinstance(answer, str) else ""]
         listed = {name: [value] for name, value in columns.items()}
-        self._offered = _arguments(Completions([prompt], texts, listed)) | {"completion_ids": [[0]]}
-        limit_s = min(TRIAL_S, self.timeout_s)
-        self._trial = self.row and self._workers.run(self._call(self._offered, [0], limit_s))
+        (offered,) = _arguments(Completions([prompt], texts, listed))
+        self._offered, limit_s = offered | {"completion_ids": [0]}, min(TRIAL_S, self.timeout_s)
+        self._trial = self.row and self._workers.run(self._call([self._offered], limit_s))
 
     def check(self) -> None:
         """Wait until a worker has tried the function on the row; a late trial does not fail."""
@@ -215,7 +215,7 @@ class RewardPool(RewardSource):
         report = score.text.partition("\nprompt: ")[0]
         reason = report.splitlines()[-1]
         hints = [text for name, text in _HINTS.items() if f"'{name}'" in reason]
-        hints += [] if isinstance(self._offered["completions"][0], str) else [_CHATS]
+        hints += [] if isinstance(self._offered["completions"], str) else [_CHATS]
         raise ValueError(
             f"reward function {self.function!r} fails on the first row, with its answer as the "
             f"completion: {reason}. It may take {', '.join(self._offered)} and log_metric. "
@@ -230,12 +230,12 @@ class RewardPool(RewardSource):
                 another length.
             RewardFailure: a process did not start, or the pool was closed.
         """
-        arguments, prompts = _arguments(completions), completions.prompts
-        items = range(len(prompts))
-        groups = [list(x) for _, x in itertools.groupby(items, lambda i: prompts[i])]
-        if len(groups) == len(prompts):  # one response to each prompt
-            groups = [list(items[i : i + _CALL_ITEMS]) for i in items[::_CALL_ITEMS]]
-        found = await asyncio.gather(*(self._score_group(arguments, group) for group in groups))
+        pairs = zip(completions.prompts, _arguments(completions), strict=True)
+        groups = [[x for _, x in own] for _, own in itertools.groupby(pairs, lambda pair: pair[0])]
+        if all(len(group) == 1 for group in groups):
+            alone = [x for (x,) in groups]
+            groups = [alone[i : i + _CALL_ITEMS] for i in range(0, len(alone), _CALL_ITEMS)]
+        found = await asyncio.gather(*map(self._score_group, groups))
         return list(itertools.chain(*found))  # groups are neighbours
 
     def close(self) -> None:
@@ -243,23 +243,21 @@ class RewardPool(RewardSource):
         if self._local is not None and not self._local.is_closed():
             self._local.call_soon_threadsafe(self._local.stop)
 
-    async def _score_group(self, arguments: Arguments, group: list[int]) -> list[Score]:
+    async def _score_group(self, group: Sequence[Arguments]) -> list[Score]:
         """Score responses together; if the call fails, without those that fail alone."""
-        whole = await self._call(arguments, group, self.timeout_s)
+        whole = await self._call(group, self.timeout_s)
         if whole[0].reason not in _FAILED or len(group) == 1:
             return whole
-        calls = (self._call(arguments, [i], self.timeout_s) for i in group)
+        calls = (self._call([each], self.timeout_s) for each in group)
         alone = [score for (score,) in await asyncio.gather(*calls)]
-        rest = [i for i, x in zip(group, alone, strict=True) if x.reason not in _FAILED]
+        rest = [x for x, score in zip(group, alone, strict=True) if score.reason not in _FAILED]
         limit_s = self.timeout_s * len(rest)
-        together = iter(await self._call(arguments, rest, limit_s) if rest else ())
+        together = iter(await self._call(rest, limit_s) if rest else ())
         return [score if score.reason in _FAILED else next(together) for score in alone]
 
-    async def _call(
-        self, arguments: Arguments, items: Sequence[int], timeout_s: float
-    ) -> list[Score]:
+    async def _call(self, group: Sequence[Arguments], timeout_s: float) -> list[Score]:
         """Call the function once; raise an error if no call can succeed."""
-        chosen = {name: [column[i] for i in items] for name, column in arguments.items()}
+        chosen = {name: [each[name] for each in group] for name in group[0]}
         if self._local is None:
             future = self._workers.call(chosen, timeout_s, "a call")
         else:
@@ -270,19 +268,19 @@ class RewardPool(RewardSource):
             text = f"reward function {self.function}: {error}"
             if (name := f"reward_{error.name}") not in _FAILED:
                 raise RewardFailure(text) from None
-            answer = [Score(None, name, text)] * len(items)
+            answer = [Score(None, name, text)] * len(group)
         if isinstance(answer, str):
             raise ValueError(f"reward function {self.function!r} {answer}")
         scores = [Score(*each) for each in answer]
-        for i in [i for i, score in enumerate(scores) if score.reason]:
-            prompt, text = (f"{chosen[name][i]!r:.500}" for name in ("prompts", "completions"))
-            shown = f"{scores[i].text}\nprompt: {prompt}\ncompletion: {text}"
-            scores[i] = scores[i]._replace(text=shown)
+        for i, own in enumerate(group):
+            if scores[i].reason:
+                shown = f"prompt: {own['prompts']!r:.500}\ncompletion: {own['completions']!r:.500}"
+                scores[i] = scores[i]._replace(text=f"{scores[i].text}\n{shown}")
         return scores
 
 
-def _arguments(completions: Completions) -> dict[str, Sequence[Any]]:
-    """Return the arguments of the function; those of chats (column `prompt`) are messages.
+def _arguments(completions: Completions) -> list[dict[str, Any]]:
+    """Return the arguments for each response; those of chats (column `prompt`) are messages.
 
     As in TRL, a last message of the assistant is the beginning of the completion.
     """
@@ -299,4 +297,4 @@ def _arguments(completions: Completions) -> dict[str, Sequence[Any]]:
     for name, column in found.items():
         if len(column) != len(texts):
             raise ValueError(f"{name} holds {len(column)} values for {len(texts)} completions")
-    return found
+    return [dict(zip(found, row, strict=True)) for row in zip(*found.values(), strict=True)]
