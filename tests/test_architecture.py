@@ -161,7 +161,7 @@ LIMITS = {
     "commands": 1752,
     "models/hf": 1451,
     "models": 5559,
-    "decoding": 1291,
+    "decoding": 1304,
     "config": 1062,
     "presets": 475,
     "remote": 1050,

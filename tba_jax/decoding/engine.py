@@ -44,8 +44,23 @@ class _Sample:
     prompt: np.ndarray
     key: np.ndarray
     settings: SamplingSettings
-    response: Response  # so far
+    response: Response  # without tokens
     row: int | None = None  # of the prompt in the pool; None: the prompt was not read
+    # Of each chunk: tokens, log-probs, version. They are joined once, because a join takes longer
+    # than a step of a small model.
+    drawn: list[tuple[np.ndarray, np.ndarray, int]] = dataclasses.field(default_factory=list)
+    num_tokens: int = 0
+
+    def so_far(self) -> Response:
+        """Return the response with the tokens drawn so far."""
+        if not self.drawn:
+            return self.response
+        tokens, logprobs, versions = zip(*self.drawn, strict=True)
+        return self.response._replace(
+            tokens=np.concatenate(tokens),
+            token_logprobs=np.concatenate(logprobs),
+            token_versions=np.repeat(np.array(versions, np.int32), [*map(len, tokens)]),
+        )
 
 
 class _Chunk(NamedTuple):
@@ -170,8 +185,8 @@ class Session:
 
     def unfinished(self, request: int) -> dict[int, tuple[np.ndarray, np.ndarray]]:
         """Return sample -> (tokens, log-probs) so far, for samples of a request that have slots."""
-        responses = [sample.response for sample in self._samples if sample is not None]
-        begun = [y for y in responses if y.request == request and len(y.tokens)]
+        own = [s for s in self._samples if s is not None and s.response.request == request]
+        begun = [sample.so_far() for sample in own if sample.num_tokens]
         return {y.sample: (y.tokens, y.token_logprobs) for y in begun}
 
     def swap(self, params: Params, version: int) -> None:
@@ -311,28 +326,26 @@ class Session:
         for slot, sample in enumerate(samples):
             if sample is None or self._samples[slot] is not sample:
                 continue  # it ended before, or was cancelled
-            y, num, settings = sample.response, int(nums[slot]), sample.settings
-            text = np.concatenate([y.tokens, tokens[:num, slot]])
-            strings = settings.stop_strings or self.decoder.stop_strings
-            if end := strings.end(text, len(y.tokens)) if strings else 0:
-                text, num = text[:end], end - len(y.tokens)
-            sample.response = y = y._replace(
-                tokens=text,
-                token_logprobs=np.concatenate([y.token_logprobs, logprobs[:num, slot]]),
-                token_versions=np.append(y.token_versions, np.full(num, version, np.int32)),
-                has_eos=bool(end or has_eos[slot]),
-                version_max=version,
-            )
+            num, settings, end = int(nums[slot]), sample.settings, 0
+            own = tokens[:num, slot]
+            if strings := settings.stop_strings or self.decoder.stop_strings:
+                text = np.concatenate([*(before for before, _, _ in sample.drawn), own])
+                if end := strings.end(text, sample.num_tokens):
+                    num = end - sample.num_tokens
+            sample.drawn.append((own[:num], logprobs[:num, slot], version))
+            sample.num_tokens += num
             self.statistics.tokens += num
-            if not y.has_eos and len(text) < settings.max_new_tokens:
+            is_ended = bool(end or has_eos[slot])
+            if not is_ended and sample.num_tokens < settings.max_new_tokens:
                 continue
+            y = sample.so_far()._replace(has_eos=is_ended, version_max=version)
             self._assign(slot, None)
             self._num_unfinished -= 1
             finished.append(y)
             # A state cannot go back to the token that completed a stop string.
             is_exact = not (end and self._has_states) and y.version_min == self.version
             if self._num_kept and is_exact:
-                kept[self._row_for(np.concatenate([sample.prompt, text[:-1]]))] = slot
+                kept[self._row_for(np.concatenate([sample.prompt, y.tokens[:-1]]))] = slot
         steps = int(nums.max())
         self.statistics.steps += steps
         self.statistics.slot_steps += steps * self.num_slots
