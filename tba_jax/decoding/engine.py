@@ -25,7 +25,7 @@ import dataclasses
 import itertools
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import numpy as np
@@ -52,9 +52,7 @@ class _Sample:
     num_tokens: int = 0
 
     def so_far(self) -> Response:
-        """Return the response with the tokens drawn so far."""
-        if not self.drawn:
-            return self.response
+        """Return the response with the tokens drawn so far, at least those of one chunk."""
         tokens, logprobs, versions = zip(*self.drawn, strict=True)
         return self.response._replace(
             tokens=np.concatenate(tokens),
@@ -63,12 +61,8 @@ class _Sample:
         )
 
 
-class _Chunk(NamedTuple):
-    """A launched chunk that has not been read: its samples, and the version of the weights."""
-
-    drawn: tuple[jax.Array, ...]
-    samples: tuple[_Sample | None, ...]
-    version: int
+_Chunk = tuple[tuple[jax.Array, ...], tuple[_Sample | None, ...], int]
+"""A launched chunk that has not been read: results, samples, and the version of the weights."""
 
 
 class Session:
@@ -314,7 +308,7 @@ class Session:
         )
         for x in drawn:
             x.copy_to_host_async()
-        return _Chunk(drawn, tuple(self._samples), self.version)
+        return drawn, tuple(self._samples), self.version
 
     def _collect(self) -> list[Response]:
         """Read the launched chunk, if there is one; return the responses that ended in it."""
@@ -327,12 +321,11 @@ class Session:
             if sample is None or self._samples[slot] is not sample:
                 continue  # it ended before, or was cancelled
             num, settings, end = int(nums[slot]), sample.settings, 0
-            own = tokens[:num, slot]
             if strings := settings.stop_strings or self.decoder.stop_strings:
-                text = np.concatenate([*(before for before, _, _ in sample.drawn), own])
-                if end := strings.end(text, sample.num_tokens):
-                    num = end - sample.num_tokens
-            sample.drawn.append((own[:num], logprobs[:num, slot], version))
+                before = [part for part, _, _ in sample.drawn]
+                end = strings.end(np.concatenate([*before, tokens[:num, slot]]), sample.num_tokens)
+                num = end - sample.num_tokens if end else num
+            sample.drawn.append((tokens[:num, slot], logprobs[:num, slot], version))
             sample.num_tokens += num
             self.statistics.tokens += num
             is_ended = bool(end or has_eos[slot])

@@ -111,7 +111,7 @@ class Programs:
 
     Attributes:
         stop_strings: texts that also end a response; initially None.
-        cache_length: columns of every cache, for `max_length` tokens and one chunk.
+        cache_length: columns of a cache without windows, for `max_length` tokens and one chunk.
         pieces: width of a piece of prompts, ascending -> number of prompts that are read at a time.
         num_stop_ids: maximum number of tokens that end a response.
         num_rows: number of rows at the end of a pool into which prompts are read.
@@ -149,6 +149,9 @@ class Programs:
         longest = max(1, min(prompt_tokens, max_length))
         self.pieces = {w: max(1, widths[-1] // w) for w in (min(x, longest) for x in widths)}
         self.num_rows = max(self.pieces.values())
+        # A piece is written before its first token reads its window. After a stop string, a slot
+        # is written up to the end of the next chunk, and its window may be kept.
+        self._most_added = -(-max(*self.pieces, 2 * chunk_steps) // 8) * 8
         sharding = cache_sharding(config, site.mesh) if site.is_divided else None
         whole = sharding and NamedSharding(sharding.mesh, PartitionSpec())  # tokens and progress
         self.cache_sharding, self._locked = sharding, site.locked
@@ -175,12 +178,8 @@ class Programs:
         return NamedSharding(found.mesh, PartitionSpec()) if is_mesh else found
 
     def abstract_cache(self, num_rows: int, where: Sharding | None = None) -> Caches:
-        """Return caches as ShapeDtypeStructs, on a mesh sharded by `cache_sharding`.
-
-        Args:
-            where: sharding on one device.
-        """
-        sizes = num_rows, self.cache_length, self.compute_dtype
+        """Return shapes of caches, sharded by `cache_sharding`; on a single device, by `where`."""
+        sizes = num_rows, self.cache_length, self.compute_dtype, self._most_added
         shapes = jax.eval_shape(lambda: kv_cache.empty_layers(self.config, *sizes))
         return jax.tree.map(lambda x: x.update(sharding=self.cache_sharding or where), shapes)
 
@@ -223,22 +222,18 @@ class Programs:
 
             before = jax.tree.map(prefix, pool)
 
-        def append(old: Array, new: Array) -> Array:
-            # A start near the end would be moved to the front; so the columns are widened.
-            wide = jnp.pad(old, ((0, 0), (0, 0), (0, new.shape[2]), (0, 0)))
-            return _written(wide, new, positions[:, 0])[:, :, : old.shape[2]]
-
         def attend(q: Array, k: Array, v: Array, scores: attention.Scores, before: Any) -> Any:
             new = KVCache(jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2))
             if before is None:
                 kernels = self._kernels
                 out = attention.attend_causal(q, k, v, visible, scores=scores, kernels=kernels)
                 return out, new
-            cache = jax.tree.map(append, before, new)
-            column, query = jnp.arange(cache.keys.shape[2])[None, None], positions[:, :, None]
-            seen = column <= query
+            begin = positions[:, 0]
+            cache = KVCache(*(_appended(*x, begin, lengths) for x in zip(before, new, strict=True)))
+            position, query = cache.positions(begin + lengths)[:, None], positions[:, :, None]
+            seen = (position >= 0) & (position <= query)
             if scores.window is not None:
-                seen = seen & (column > query - scores.window)
+                seen = seen & (position > query - scores.window)
             keys, values = (jnp.swapaxes(part, 1, 2) for part in cache)
             bias = jnp.where(seen, 0.0, attention.MASKED)
             return attention.attend(q, keys, values, bias, scores), cache
@@ -302,21 +297,16 @@ class Programs:
         fresh = Progress(slots.number, slots.first, jnp.zeros_like(slots.first))
         is_old = slots.number == progress.number
         progress = jax.tree.map(lambda old, new: jnp.where(is_old, old, new), progress, fresh)
-        shape = num_steps, num_slots = self.chunk_steps, len(slots.first)
-        before = progress.count
+        num_steps, num_slots, before = self.chunk_steps, len(slots.first), progress.count
         start = slots.start + before  # position of the token that each slot reads first
         steps = jnp.arange(num_steps, dtype=jnp.int32)[:, None]
         ropes = transformer.rotary(start[None] + steps, self.config)
         bits = random_bits(slots.keys, before, num_steps)
 
-        def is_unfinished(carry: tuple[Any, ...]) -> Bool[Array, ""]:
-            step, progress, *_ = carry
-            return (step < num_steps) & jnp.any(progress.is_live(slots))
-
         def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
             """Draw one token per slot."""
-            step, (number, last, count), tokens, logprobs, recent = carry
-            is_live = carry[1].is_live(slots)
+            step, now, tokens, logprobs, recent = carry
+            is_live = now.is_live(slots)
             visible = attention.causal(is_live[:, None], is_right_padded=True)
 
             def attend(q: Array, k: Array, v: Array, scores: attention.Scores, caches: Any) -> Any:
@@ -330,13 +320,13 @@ class Programs:
                 out, state = delta.mix(x._replace(**columns), visible, caches[1], ends)
                 return out[:, 0], state
 
-            angles, words = jax.tree.map(lambda x: x[step], (ropes, bits))
+            rope, words = jax.tree.map(lambda x: x[step], (ropes, bits))
             caches = tuple(zip(history, recent, strict=True))
-            x, recent = self._run_layers(weights, last, start + step, angles, attend, mix, caches)
+            x, recent = self._run_layers(weights, now.last, start + step, rope, attend, mix, caches)
             hidden = transformer.final_norm(weights, x, config=self.config)
             logits = transformer.unembed(weights, hidden, **self._precision)
             # Short responses do not stop. An index outside the vocabulary has no effect.
-            is_masked = (count < slots.min_new_tokens)[:, None] & (slots.stop_ids >= 0)
+            is_masked = (now.count < slots.min_new_tokens)[:, None] & (slots.stop_ids >= 0)
             columns = jnp.where(is_masked, slots.stop_ids, logits.shape[1])
             rows = jnp.arange(num_slots)[:, None]
             logits = logits.at[rows, columns].set(-jnp.inf, mode="drop")
@@ -344,25 +334,30 @@ class Programs:
             drawn, logprob = sample_tokens(logits, words, *settings)
             tokens = tokens.at[step].set(jnp.where(is_live, drawn, self.pad_id))
             logprobs = logprobs.at[step].set(jnp.where(is_live, logprob, 0))
-            progress = Progress(number, jnp.where(is_live, drawn, last), count + is_live)
+            last = jnp.where(is_live, drawn, now.last)
+            progress = Progress(now.number, last, now.count + is_live)
             return step + 1, progress, tokens, logprobs, recent
 
         empty = kv_cache.empty_layers(self.config, num_slots, num_steps, self.compute_dtype)
         pairs = zip(history, empty, strict=True)
         recent = tuple(old if isinstance(old, State) else new for old, new in pairs)
-        tokens, logprobs = jnp.full(shape, self.pad_id, jnp.int32), jnp.zeros(shape, jnp.float32)
-        carry = jnp.int32(0), progress, tokens, logprobs, recent
-        carry = jax.lax.while_loop(is_unfinished, body, carry)
-        _, progress, tokens, logprobs, recent = carry
+        tokens = jnp.full((num_steps, num_slots), self.pad_id, jnp.int32)
+        logprobs = jnp.zeros(tokens.shape, jnp.float32)
+        first = jnp.int32(0), progress, tokens, logprobs, recent
+        _, progress, tokens, logprobs, recent = jax.lax.while_loop(
+            lambda carry: (carry[0] < num_steps) & jnp.any(carry[1].is_live(slots)), body, first
+        )
+        num, has_eos = progress.count - before, progress.has_stopped(slots)
 
         def append(old: LayerCache, new: LayerCache) -> LayerCache:
-            if isinstance(new, State):
+            if isinstance(old, State):
                 return new
+            if old.keys.shape[2] < self.cache_length:
+                return jax.tree.map(lambda old, new: _appended(old, new, start, num), old, new)
             # Finished slots are written, too, but never read.
             return jax.tree.map(lambda old, new: _written(old, new, start), old, new)
 
-        drawn = tokens, logprobs, progress.count - before, progress.has_stopped(slots)
-        return drawn, tuple(map(append, history, recent)), progress
+        return (tokens, logprobs, num, has_eos), tuple(map(append, history, recent)), progress
 
     def _run_layers(
         self,
@@ -406,3 +401,20 @@ class Programs:
 def _written(old: Array, new: Array, at: Array) -> Array:
     """Return caches [n g c e] with columns [n g m e] written from column at [n] of each row."""
     return jax.lax.dynamic_update_slice(old, new, (0, at, 0))
+
+
+def _appended(
+    old: Float[Array, "n g c e"],
+    new: Float[Array, "n g s e"],
+    begin: Int[Array, " n"],
+    num: Int[Array, " n"],
+) -> Float[Array, "n g c e"]:
+    """Return caches with `num` of s <= c positions from `begin` on; position i is in column i % c.
+
+    Padding may be written to columns after these positions, but not to the first columns.
+    """
+    c, s = old.shape[2], new.shape[2]
+    wide = _written(jnp.pad(old, ((0, 0), (0, 0), (0, s), (0, 0))), new, begin % c)
+    is_first = jnp.arange(s)[None] < (begin % c + num - c)[:, None]
+    first = jnp.where(is_first[:, None, :, None], wide[:, :, c:], wide[:, :, :s])
+    return jax.lax.dynamic_update_slice(wide[:, :, :c], first, (0, 0, 0, 0))

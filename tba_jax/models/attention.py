@@ -326,7 +326,7 @@ def attend_cached(
     Args:
         q, k, v: query, key and value of the new token; k rotated.
         history: keys and values of earlier chunks.
-        history_length: valid positions of each slot in `history`.
+        history_length: number of positions of each slot in earlier chunks.
         recent: keys and values of this chunk, [n g m e].
         index: column of this token; columns up to it are visible.
         scores: as in `attend_causal`.
@@ -350,12 +350,10 @@ def attend_cached(
 def _seen_columns(
     cache: KVCache, length: Int[Array, " n"], later: Int[Array, ""] | int, window: int | None
 ) -> Bool[Array, "n c"]:
-    """Return whether a token sees each of the first `length` columns of its slot.
+    """Return whether a token sees each column of its slot, which has `length` positions.
 
     `later` further positions follow; the last one is the position of the token.
     """
-    column = jnp.arange(cache.keys.shape[2])[None]
-    seen = column < length[:, None]
-    if window is not None:
-        seen = seen & (column >= length[:, None] + later - window)
-    return seen
+    position = cache.positions(length)
+    first = 0 if window is None else length[:, None] + later - window
+    return (position >= 0) & (position >= first)

@@ -5,16 +5,21 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
-from tba_jax.models.architecture import TransformerConfig
+from tba_jax.models.architecture import LayerKind, TransformerConfig
 
 
 class KVCache(NamedTuple):
-    """Rotated keys and values of one layer, [n g c e] for n slots of c positions."""
+    """Rotated keys and values of a layer, [n g c e] for n slots; position i is in column i % c."""
 
     keys: Float[Array, "n g c e"]
     values: Float[Array, "n g c e"]
+
+    def positions(self, length: Int[Array, " n"]) -> Int[Array, "n c"]:
+        """Return the newest position of each column, of `length`; negative if it has none."""
+        num, last = self.keys.shape[2], length[:, None] - 1
+        return last - (last - jnp.arange(num)[None]) % num
 
 
 class State(NamedTuple):
@@ -33,18 +38,21 @@ LayerCache = KVCache | State
 
 
 def empty_layers(
-    config: TransformerConfig, num_slots: int, length: int, dtype: Any
+    config: TransformerConfig, num_slots: int, length: int, dtype: Any, added: int | None = None
 ) -> tuple[LayerCache, ...]:
     """Return the caches of all layers without tokens: keys and values, or states.
 
     Args:
         num_slots: n, number of slots.
-        length: c, number of columns.
+        length: number of positions.
         dtype: dtype of keys and values; states are float32.
+        added: layers with windows have columns for a window and so many positions; None: for all.
     """
 
-    def keys() -> Array:
-        return jnp.zeros((num_slots, config.num_kv_heads, length, config.head_dim), dtype)
+    def columns(kind: LayerKind) -> KVCache:
+        num = length if kind == "full" or added is None else min(length, config.window + added)
+        shape = num_slots, config.num_kv_heads, num, config.head_dim
+        return KVCache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 
     def state() -> State:
         h, k, f = config.delta_key_heads, config.delta_key_dim, config.delta_value_dim
@@ -52,9 +60,7 @@ def empty_layers(
         inputs = (num_slots, h, config.delta_taps - 1, 2 * k + r * f)
         return State(jnp.zeros((num_slots, h, r, k, f)), jnp.zeros(inputs))
 
-    return tuple(
-        state() if kind == "delta" else KVCache(keys(), keys()) for kind in config.layer_kinds
-    )
+    return tuple(state() if kind == "delta" else columns(kind) for kind in config.layer_kinds)
 
 
 def cache_axes(sharding: NamedSharding | None) -> tuple[Any, Any]:

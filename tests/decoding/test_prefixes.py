@@ -11,6 +11,7 @@ from fake_models import KINDS, logprobs_of, random_params, tiny_config, tiny_dec
 from tba_jax.decoding.keys import row_keys
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.decoding.stop_strings import StopStrings
+from tba_jax.devices.site import any_device
 
 PROMPTS = [np.array(p, np.int32) for p in ([3, 4, 5], [6, 2], [7, 8, 9, 10, 11])]
 TURNS, TOKENS = 3, 6
@@ -18,9 +19,9 @@ ADDED = [(), (3, 3, 7), tuple(range(3, 13))]  # observations after each turn; 0 
 SETTINGS = SamplingSettings(TOKENS, stop_ids=())
 
 
-def make(family):
+def make(family, **changes):
     config = tiny_config(family=family)
-    return config, random_params(config), tiny_decoder(config, max_length=56)
+    return config, random_params(config), tiny_decoder(config, max_length=56, **changes)
 
 
 def talked(session, change=lambda turn: None, settings=SETTINGS):
@@ -73,11 +74,12 @@ def test_a_cache_of_other_weights_is_not_used():
     assert [y.version_min for _, y in found] == [0] * 3 + [7] * 6
 
 
-@pytest.mark.parametrize("family", [KINDS[0], "qwen3_5_text"])
+@pytest.mark.parametrize("family", [KINDS[0], "gemma3_text", "qwen3_5_text"])
 def test_a_state_after_the_end_of_a_stop_string_is_not_kept(family):
     """The device decodes to the end of the chunk; keys can be cut, a state cannot."""
     stop = StopStrings(("x",), lambda ids: "".join("x" if i % 5 == 4 else "-" for i in ids))
-    config, params, decoder = make(family)
+    # The next chunk was launched, and window layers have the fewest columns.
+    config, params, decoder = make(family, site=any_device("tpu"), prompt_tokens=2)
     session = decoder.session(params, num_slots=3, keeps_caches=True)
     found = talked(session, settings=dataclasses.replace(SETTINGS, stop_strings=stop))
     assert any(y.has_eos and len(y.tokens) % 4 for _, y in found[:6])
@@ -107,3 +109,12 @@ def test_the_longest_prefix_is_used_and_the_oldest_evicted():
     assert kept_of(other)[0] == 0
     session.forget(longest[:-1])
     assert kept_of(longest)[0] == 0
+
+
+def test_layers_with_windows_have_columns_for_a_window_and_a_piece_of_a_prompt():
+    """Two chunks of 4 tokens are more than a prompt of 6."""
+    for prompt_tokens, num_more in ((6, 8), (40, 40)):
+        config, _, decoder = make("gemma3_text", prompt_tokens=prompt_tokens)
+        sizes = {"window": config.window + num_more, "full": 64}
+        found = [cache[0].shape[2] for cache in decoder.abstract_cache(3)]
+        assert found == [sizes[kind] for kind in config.layer_kinds]
