@@ -2,6 +2,7 @@
 """Values of states by drawing on, against all responses of a tiny model counted out."""
 
 import itertools
+from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
@@ -127,11 +128,8 @@ def test_tokens_between_two_states_share_their_advantage():
 
 
 def test_a_ticket_brings_advantages(decoder, published):
-    class OnePrompt:
-        def from_number(self, number):
-            return number, PROMPT
-
-    house = House(1, prompts=OnePrompt())
+    prompts = SimpleNamespace(from_number=lambda number: (number, PROMPT))
+    house = House(1, prompts=prompts)
     searcher = Searcher(
         SearchParts(
             index=0,
