@@ -45,10 +45,13 @@ def draws():
     [("qwen2", True), ("qwen3_5_text", False), *(slow(x, True) for x in (*KINDS[1:], "gpt_neox"))],
 )
 def test_every_layout_has_the_numbers_and_gradients_of_rows_of_their_own(family, has_gradients):
-    config, rng = tiny_config(family=family), np.random.default_rng(1)
+    # A delta layer and a full one take less to compile than three.
+    fewer = {} if has_gradients else {"num_layers": 2}
+    config, rng = tiny_config(family=family, **fewer), np.random.default_rng(1)
     cotangent = rng.normal(size=(B, C, T, 2))  # of a log-prob, and of a number of the state before
     scoring = Scoring(0.7, compute_dtype="float64")
-    options = {"config": config, "scoring": scoring, "remat": "layers"}
+    options = {"config": config, "scoring": scoring}
+    options["remat"] = "layers" if has_gradients else "none"
     score = make_score(None, T, has_head=True, **options)
 
     def found(trained, layout):
@@ -68,7 +71,8 @@ def test_every_layout_has_the_numbers_and_gradients_of_rows_of_their_own(family,
         trained = random_params(config), head
         trained = jax.tree.map(lambda x: x.astype(jnp.float64), trained)
         wanted_gradient, wanted = found(trained, OWN)
-        for layout in LAYOUTS[1:]:
+        # Values of delta layers behind a prompt; test_delta.py has packed rows without shared ones.
+        for layout in LAYOUTS[1:] if has_gradients else LAYOUTS[1::2]:
             gradient, each = found(trained, layout)
             # Log-probs are rounded to float32 once; all before them is float64.
             chex.assert_trees_all_close(each, wanted, rtol=1e-6, atol=1e-6)
