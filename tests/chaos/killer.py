@@ -126,6 +126,8 @@ def kill_fleet(workdir, counts, *, seed=0):
     nodes = [cluster.add_node(**node(searches=1)) for _ in range(2)]
     try:
         address = {"fleet.address": cluster.address, "num_steps": num_steps}
+        # The rate of the preset is for batches of 16 prompts.
+        address["optimizer.learning_rate"] = "linear(2e-4, 0, warmup=5)"
         fleet = Fleet(workdir, max(LIMIT_S, 200.0 * len(order)), **FLEET, **address)
         for number, event in enumerate(order):
             fleet.until_step(len(losses(workdir)) + int(draws.integers(1, 5)))
