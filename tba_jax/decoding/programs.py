@@ -33,7 +33,7 @@ CHUNK_STEPS = 8
 """Default number of decode steps between two checks by the host."""
 # Widths of the pieces in which prompts are read. As many tokens as the widest piece has are read at
 # a time: enough to be limited by arithmetic. A CPU always is, and padding costs time there.
-_CPU_WIDTHS, _WIDTHS = (128,), (64, 512)
+_CPU_WIDTHS, WIDTHS = (128,), (64, 512)
 
 Caches = tuple[LayerCache, ...]
 
@@ -145,7 +145,7 @@ class Programs:
         self.cache_length = -(-(max_length + chunk_steps) // 8) * 8
         # Where programs and the host share cores, nothing is computed while the host waits for it.
         self.launches_ahead = site.platform not in ("any", "cpu")
-        widths = _WIDTHS if self.launches_ahead else _CPU_WIDTHS
+        widths = WIDTHS if self.launches_ahead else _CPU_WIDTHS
         longest = max(1, min(prompt_tokens, max_length))
         self.pieces = {w: max(1, widths[-1] // w) for w in (min(x, longest) for x in widths)}
         self.num_rows = max(self.pieces.values())

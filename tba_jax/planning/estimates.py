@@ -11,6 +11,7 @@ from jax.sharding import SingleDeviceSharding
 
 from tba_jax.config.resolved import remat_of, shares_prompts
 from tba_jax.config.schema import Config
+from tba_jax.decoding.programs import WIDTHS
 from tba_jax.decoding.shardings import abstract_weights
 from tba_jax.devices.placement import MeshShape
 from tba_jax.devices.platform import Platform
@@ -123,7 +124,7 @@ def searcher_bytes(
         base = lora.parts(weights("none"), held, policy)
         num_bytes = shard_bytes(base) + 2 * shard_bytes(lora.parts(held, held, policy)[0])
     columns = config.task.max_prompt_tokens + config.search.max_new_tokens + 8
-    sizes = config.search.slots, columns, dtype
+    sizes = config.search.slots, columns, dtype, max(WIDTHS)
     layers = jax.eval_shape(lambda: kv_cache.empty_layers(model_config, *sizes))
     # Half of the caches belong to conversations that wait for their environment.
     cache = shard_bytes(layers) * (2 if config.task.environment else 1)
