@@ -9,6 +9,8 @@ from tba_jax.decoding.requests import Response, SamplingSettings
 from tba_jax.environments.episodes import EpisodeSession
 from tba_jax.flow.trajectory import Prompt
 
+LONG = SamplingSettings(4000)
+
 
 class Scripted:
     """A decode session whose turns are given; each is sampled with log-prob -1.
@@ -50,15 +52,23 @@ class Scripted:
         return Response(number, 0, tokens, logprobs, True, 7, 7, 1.0, np.full(len(tokens), 7))
 
 
-def all_played(environments, session, prompts):
-    """The episode of each prompt, in order."""
+def all_played(environments, session, prompts, settings=LONG, swap=None):
+    """The episode of each prompt, in order.
+
+    With `swap` the session takes these weights, as of version 4, after its first turns.
+    """
     over, found = EpisodeSession(session, environments), []
     for prompt in prompts:
-        over.submit(prompt, np.zeros((1, 2), np.uint32), SamplingSettings(4000), np.ones(1))
-    end = time.monotonic() + 60
+        over.submit(prompt, np.zeros((1, 2), np.uint32), settings, np.ones(1))
+    end = time.monotonic() + 90
     while not over.is_idle:
         assert time.monotonic() < end
-        found += over.step()
+        if not over.is_waiting:
+            found += over.step()
+            continue
+        if swap is not None and over.statistics.tokens:
+            over.swap(swap, 4)
+            swap = None
         time.sleep(0.002)
     return sorted(found, key=lambda y: y.request)
 

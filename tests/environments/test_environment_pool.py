@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments in processes: what they say, and every way in which they fail."""
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -43,11 +44,14 @@ class Chat:
         return {"role": "assistant", "content": text}, calls
 
 
+@contextlib.contextmanager
 def pool_of(name, timeout_s=5.0, **options):
     served = Served("policy", Letters(), Chat(), (), 99)
     pool = EnvironmentPool(name, served, max_turns=9, timeout_s=timeout_s, **options)
-    pool.check()
-    return pool
+    with contextlib.closing(pool):
+        pool.check()
+        pool.schemas = [{}] * pool.has_tools
+        yield pool
 
 
 def play(pool, turns, *rows):
@@ -75,9 +79,8 @@ def calls(*each):
 
 @pytest.fixture(scope="module")
 def games():
-    pool = pool_of(f"{FILE}:Game", 2.0)
-    yield pool
-    pool.close()
+    with pool_of(f"{FILE}:Game", 2.0) as pool:
+        yield pool
 
 
 def test_an_environment_with_step_is_asked_turn_by_turn_and_its_rewards_are_added(games):
@@ -97,11 +100,10 @@ def test_a_chat_whose_template_drops_a_turn_begins_another_path(games):
 
 
 def test_processes_draw_different_numbers():
-    pool = pool_of(f"{FILE}:Dice")
-    found = play(pool, {name: ["x", "end"] for name in "abc"})
+    with pool_of(f"{FILE}:Dice") as pool:
+        found = play(pool, {name: ["x", "end"] for name in "abc"})
     drawn = [x for _, _, (text,) in found for x in text.split() if "." in x]
     assert len(set(drawn)) == 6
-    pool.close()
 
 
 FAILURES = {
@@ -123,10 +125,8 @@ def test_a_failure_has_a_name_a_line_and_costs_no_other_episode(games, text, cap
 
 
 def test_a_class_written_for_trl_has_tools_and_a_reward_that_may_be_awaited():
-    pool = pool_of(f"{FILE}:Counter")
-    try:
+    with pool_of(f"{FILE}:Counter") as pool:
         assert pool.has_tools and pool.has_reward
-        pool.schemas = [{}]
         turns = [
             calls({"name": "add", "arguments": {"n": 4}}),
             calls({"name": "add", "arguments": {"m": 4}}, {"name": "add", "error": "no JSON"}),
@@ -139,29 +139,21 @@ def test_a_class_written_for_trl_has_tools_and_a_reward_that_may_be_awaited():
         assert first == "pfrom 3" and f"{turns[0]}7{turns[1]}error: TypeError" in last
         assert "error: no JSON" in last and "error: no tool 'reset'; there are add" in last
         assert (y.finish, y.verdict, y.num_failed_calls) == ("eos", Score(7.0, None), 3)
-    finally:
-        pool.close()
 
 
 def test_typed_functions_are_tools_without_a_state_or_a_reward():
-    pool = pool_of(f"tba_jax.environments.tools:calculator, {FILE}:lookup")
-    try:
+    with pool_of(f"tba_jax.environments.tools:calculator, {FILE}:lookup") as pool:
         assert pool.has_tools and not pool.has_reward
-        pool.schemas = [{}]
         asked = calls(
             {"name": "lookup", "arguments": {"key": "a"}},
             {"name": "calculator", "arguments": {"expression": "3*4"}},
         )
         ((finish, verdict, texts),) = play(pool, {"p": [asked, "x"]}, row(Letters(), "p", **CHAT))
         assert (finish, verdict, texts) == ("eos", None, [f"{asked}112x"])
-    finally:
-        pool.close()
 
 
 def test_many_episodes_share_few_processes_and_coroutines_run_concurrently():
-    pool = pool_of(f"{FILE}:Concurrent", 30.0)
-    pool.schemas = [{}]
-    try:
+    with pool_of(f"{FILE}:Concurrent", 30.0) as pool:
         rows = [row(Letters(), "p", **CHAT, start=i % 5) for i in range(64)]
         session = Scripted(Letters(), lambda p: "x" if "]" in Letters().decode(p) else waits)
         session.num_slots, waits = 64, calls({"name": "wait"})
@@ -173,37 +165,30 @@ def test_many_episodes_share_few_processes_and_coroutines_run_concurrently():
         wanted = [(1.0, None), (None, "reward_none"), (0.5, None), (1.0, None)]
         wanted = [Score(*each) for each in [*wanted, (None, "environment_type")]]
         assert [y.verdict for y in found] == [wanted[i % 5] for i in range(64)]
-    finally:
-        pool.close()
 
 
 def test_a_call_that_hangs_costs_the_episodes_of_its_worker_and_no_other(capsys):
-    pool = pool_of(f"{FILE}:Game", 1.0, num_workers=2)
-    try:
+    with pool_of(f"{FILE}:Game", 1.0, num_workers=2) as pool:
         turns = {"a": ["hang"], "b": ["nap", "end"], "c": ["a", "a"], "d": ["a", "end"]}
         reasons = [verdict.reason for _, verdict, _ in play(pool, turns)]
         assert reasons == ["environment_timeout", None, "environment_lost", None]
         ((_, verdict, _),) = play(pool, {"p": ["a", "end"]})
         assert verdict == Score(2.0, None)
-    finally:
-        pool.close()
     assert "a turn took longer than 1 s (reward.timeout_s)" in capsys.readouterr().err
 
 
 def test_a_pool_that_is_closed_ends_the_session_that_waits_for_it():
-    pool = pool_of(f"{FILE}:Game", 60.0)
-    session = Scripted(Letters(), lambda prompt: pool.close() or "hang")
-    with pytest.raises(RuntimeError, match="environments of this run were closed"):
-        played(pool, session, row(Letters(), "p"))
+    with pool_of(f"{FILE}:Game", 60.0) as pool:
+        session = Scripted(Letters(), lambda prompt: pool.close() or "hang")
+        with pytest.raises(RuntimeError, match="environments of this run were closed"):
+            played(pool, session, row(Letters(), "p"))
 
 
 def test_an_import_may_take_longer_than_a_call(tmp_path):
-    file, game = (
-        tmp_path / "slow.py",
-        "class Game:\n    def init(self, prompt): ...\n    def step(self, text): ...",
-    )
-    file.write_text(f"import time\ntime.sleep(3)\n{game}")
-    pool_of(f"{file}:Game", 1.5).close()
+    game = "class Game:\n    def init(self, prompt): ...\n    def step(self, text): ..."
+    (tmp_path / "slow.py").write_text(f"import time\ntime.sleep(3)\n{game}")
+    with pool_of(f"{tmp_path / 'slow.py'}:Game", 1.5):
+        pass
 
 
 @pytest.mark.parametrize(
@@ -217,6 +202,7 @@ def test_an_import_may_take_longer_than_a_call(tmp_path):
     ],
 )
 def test_what_cannot_be_used_is_refused_in_one_line(name, reason):
-    with pytest.raises(ValueError, match=reason) as error:
-        pool_of(",".join(f"{FILE}:{each}" for each in name.split(",")))
+    names = ",".join(f"{FILE}:{each}" for each in name.split(","))
+    with pytest.raises(ValueError, match=reason) as error, pool_of(names):
+        pass
     assert "\n" not in str(error.value)

@@ -15,7 +15,7 @@ from tba_jax.commands import evaluate, export
 from tba_jax.commands import saved as saved_run
 from tba_jax.models import model as models
 from tba_jax.run.model_parts import START_MODEL
-from tests.serving.served_model import FaultyServer
+from tests.serving.served_model import ServedModel
 
 # The limit of a command is 600 s.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]
@@ -163,7 +163,7 @@ def test_the_miniature_runs_and_evaluate_agrees(cache, tmp_path, capsys):
 
 @pytest.fixture(scope="module")
 def served():
-    with FaultyServer(START_MODEL).running() as found:
+    with ServedModel().running() as found:
         yield found
 
 

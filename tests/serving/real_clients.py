@@ -4,15 +4,16 @@
 python real_clients.py openai|tools|openenv BASE_URL, or trl BASE_URL MODEL_FOLDER
 
 The last two print the tokens, marks of sampled tokens, and log-probs of what they received.
+To verifiers this file is a taskset with its harness.
 """
 
+import importlib.util
 import json
 import multiprocessing
 import queue
 import socket
 import sys
 import threading
-import urllib.request
 
 ASK = {"model": "start", "messages": [{"role": "user", "content": "7+5-3"}], "max_tokens": 12}
 
@@ -20,7 +21,7 @@ ASK = {"model": "start", "messages": [{"role": "user", "content": "7+5-3"}], "ma
 def with_openai(url):
     import openai
 
-    client = openai.OpenAI(base_url=url, api_key="secret", max_retries=2)
+    client = openai.OpenAI(base_url=url, api_key="secret")
     chats, completions = client.chat.completions, client.completions
     assert [m.id for m in client.models.list()] == ["start"]
     chat = chats.create(**ASK, seed=1, logprobs=True, extra_body={"return_token_ids": True})
@@ -68,6 +69,7 @@ def with_tools(url):
 
 def with_openenv(url):
     """OpenEnv's capture of an agent's calls."""
+    import openai
     from openenv.core.harness.capture import CaptureServer, to_turn_records, validate_llm
     from openenv.core.harness.capture.export import export_session
 
@@ -78,15 +80,11 @@ def with_openenv(url):
     server = CaptureServer(llm_url=url, model="start", port=port, api_key="secret")
     server.start()
     session, messages = server.registry.create("episode"), [*ASK["messages"]]
+    agent = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="episode")
     for _ in range(2):
-        request = urllib.request.Request(
-            f"http://127.0.0.1:{port}/v1/chat/completions",
-            json.dumps({**ASK, "messages": messages, "max_tokens": 8}).encode(),
-            {"content-type": "application/json", "authorization": "Bearer episode"},
-        )
-        with urllib.request.urlopen(request, timeout=60) as response:
-            message = json.load(response)["choices"][0]["message"]
-        messages += [message, {"role": "user", "content": "1+1"}]
+        ask = {**ASK, "messages": messages, "max_tokens": 8}
+        answer = agent.chat.completions.create(**ask).choices[0].message
+        messages += [answer.model_dump(exclude_none=True), {"role": "user", "content": "1+1"}]
     turns = to_turn_records(session.graph, export_session(session))
     server.stop()
     return [
@@ -136,6 +134,36 @@ def with_trl(url, folder):
     return [
         (x.input_ids.tolist(), x.completion_mask.tolist(), x.old_log_probs.tolist()) for x in found
     ]
+
+
+if importlib.util.find_spec("verifiers"):
+    import verifiers.v1 as vf
+    from verifiers.v1.runtimes import ProgramResult
+
+    __all__ = ["Loop", "Sums"]
+
+    class Sum(vf.Task[vf.TaskData]):
+        @vf.reward
+        async def words(self, trace) -> float:
+            return 0.5 + len(trace.branches)
+
+    class Sums(vf.Taskset[Sum]):
+        def load(self):
+            return [Sum(vf.TaskData(prompt=prompt)) for prompt in ("7+5", "2+9")]
+
+    class Loop(vf.Harness[vf.HarnessConfig]):
+        """Drops its history after a turn, so that an episode has two paths."""
+
+        EXECUTES_CODE = NEEDS_CONTAINER = False
+
+        async def launch(self, ctx, trace, runtime, endpoint, secret, mcp_urls, data):
+            import openai
+
+            client = openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0)
+            for text in (data.prompt, "1+1"):
+                ask = {**ASK, "model": ctx.model, "messages": [{"role": "user", "content": text}]}
+                await client.chat.completions.create(**{**ask, "max_tokens": 8})
+            return ProgramResult(0, "", "")
 
 
 if __name__ == "__main__":

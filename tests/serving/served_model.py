@@ -3,6 +3,7 @@
 
 import asyncio
 import contextlib
+import copy
 import json
 import shutil
 import urllib.error
@@ -32,41 +33,94 @@ TEMPLATE = (
     "{% for m in messages %}{{ m.content }}{{ '=' if m.role != 'assistant' else ':' }}{% endfor %}"
     "{{ ending }}"
 )
+# Parameters that a faulty server takes in place of those of a request.
+CHANGES = {
+    "no token ids": {"return_token_ids": False},
+    "no log-probs": {"logprobs": False},
+    "another version": {"model": "start"},
+    "early end": {"max_tokens": 1},
+}
 
 
 class ServedModel:
-    """Decoder, session, queue and server."""
+    """Decoder, sessions, queues and server, with the routes for adapters that vLLM has.
 
-    def __init__(self, folder, *, token="", port=0):
+    A request names its adapter in `model`. It takes the first of `faults`, or else `always`.
+    """
+
+    def __init__(self, folder=START_MODEL):
         self.config, self.params, _ = models.load(str(START_MODEL), param_dtype=jnp.float32)
-        self.tokenizer = Tokenizer.load(folder)
+        self.folder, self.tokenizer = folder, Tokenizer.load(folder)
         ids = {"eos_ids": self.tokenizer.eos_ids, "pad_id": self.tokenizer.pad_id}
         limits = {"prompt_tokens": MAX_LENGTH, "max_length": MAX_LENGTH}
         self.decoder = Decoder(self.config, compute_dtype=jnp.float32, **ids, **limits)
-        self.session = self.open_session(self.params)
         chat = make_chat_format(self.tokenizer, "")
         self.served = Served("start", self.tokenizer, chat, ids["eos_ids"], MAX_LENGTH)
-        self.queue = RequestQueue(self.served)
-        self.server = HttpServer(self.application(token), "http-server", bind("127.0.0.1", port))
-        self.url, self.stop = f"http://127.0.0.1:{self.server.port}", StopFlag()
+        self.faults, self.always, self.is_paused = [], "", False
+        self.loaded, self.entries = {}, []  # queues by adapter; all queues with their sessions
+        self.queue, self.session = self.open(self.params, "start")
+
+    def open(self, params, name):
+        queue = RequestQueue(self.served._replace(model=name))
+        self.entries.append((queue, self.decoder.session(params, num_slots=NUM_SLOTS)))
+        return self.entries[-1]
 
     def application(self, token):
-        return make_application(lambda episode: self.queue, self.served, token=token)
+        own = {"load_lora_adapter": self.load, "unload_lora_adapter": self.unload}
+        routes = [Route(f"/v1/{name}", own[name], methods=["POST"]) for name in own]
+        app = make_application(lambda episode: self.begin, self.served, token=token)
+        return Starlette(routes=[*routes, Mount("/", app)])
 
-    def open_session(self, params):
-        return self.decoder.session(params, num_slots=NUM_SLOTS)
+    async def load(self, request):
+        if self.always == "no adapters":
+            return JSONResponse({"error": {"message": "LoRA is not enabled"}}, 500)
+        body = await request.json()
+        config, adapters = adapter_files.read(Path(body["lora_path"]), self.config)
+        merged = lora.merge(self.params, adapters, config=config)
+        params = self.params if self.always == "no effect" else merged
+        self.loaded[body["lora_name"]], _ = self.open(params, body["lora_name"])
+        return JSONResponse({})
+
+    async def unload(self, request):
+        name = (await request.json())["lora_name"]
+        return JSONResponse({}, 200 if self.loaded.pop(name, None) else 404)
+
+    async def begin(self, kind, body):
+        """Begin a request, as a `Scope` does, in the queue of its model."""
+        fault = self.faults.pop(0) if self.faults else self.always
+        if isinstance(fault, int):
+            raise ApiError("spoiled", status=fault)
+        await asyncio.sleep(2.0 if fault == "late" else 0)
+        if fault == "forgotten":
+            self.loaded.clear()
+        body = {**body, **CHANGES.get(fault, {})}
+        call, updates = await self.loaded.get(body.get("model"), self.queue)(kind, body)
+        return call, shifted(updates) if fault == "shifted" else updates
 
     def step(self):
-        return self.queue.step(self.session)
+        if self.is_paused:  # requests wait in their slots
+            return any(queue._take_in(session) for queue, session in self.entries)
+        return any([queue.step(session) for queue, session in self.entries])
+
+    @contextlib.contextmanager
+    def listening(self, token="", port=0):
+        """This model at an address of its own, for requests with a token."""
+        found, app = copy.copy(self), self.application(token)
+        server = HttpServer(app, "http-server", bind("127.0.0.1", port))
+        found.port, found.url = server.port, f"http://127.0.0.1:{server.port}"
+        with contextlib.closing(server):
+            yield found
 
     @contextlib.contextmanager
     def running(self):
-        worker = Worker("decoder", self.step, self.stop, idle_s=0.002).start()
+        stop = StopFlag()
+        worker = Worker("decoder", self.step, stop, idle_s=0.002).start()
         try:
-            yield self
+            with self.listening() as found:
+                self.port, self.url = found.port, found.url
+                yield self
         finally:
-            self.server.close()
-            self.stop.set()
+            stop.set()
             worker.join(10.0)
 
     def ask(self, path, body=None, headers=None):
@@ -83,77 +137,9 @@ class ServedModel:
         return response.status, text if text.startswith("data:") else json.loads(text)
 
 
-# What a response of the route `completions` may have wrong.
-SPOILS = {
-    "no token ids": lambda body, choice: choice.pop("token_ids"),
-    "no log-probs": lambda body, choice: choice.update(logprobs=None),
-    "another version": lambda body, choice: body.update(model="start"),
-    "early end": lambda body, choice: choice.update(
-        token_ids=[20], logprobs={"token_logprobs": choice["logprobs"]["token_logprobs"][:1]}
-    ),
-    "shifted": lambda body, choice: choice["logprobs"].update(
-        token_logprobs=[x + 0.05 for x in choice["logprobs"]["token_logprobs"]]
-    ),
-}
-
-
-class FaultyServer(ServedModel):
-    """The routes for adapters that vLLM has; a request names its adapter in `model`.
-
-    Takes the first of `faults` for each completion, and `always` for every one.
-    """
-
-    def __init__(self, folder, **options):
-        self.faults, self.always, self.is_paused = [], "", False
-        self.loaded, self.entries = {}, []  # queue by name; all queues with their sessions
-        super().__init__(folder, **options)
-        self.entries.append((self.queue, self.session))
-
-    def application(self, token):
-        own = {"load_lora_adapter": self.load, "unload_lora_adapter": self.unload}
-        own["completions"] = self.complete
-        routes = [Route(f"/v1/{name}", own[name], methods=["POST"]) for name in own]
-        return Starlette(routes=[*routes, Mount("/", super().application(token))])
-
-    def step(self):
-        if self.is_paused:  # requests wait in their slots
-            return any(queue._take_in(session) for queue, session in self.entries)
-        return any([queue.step(session) for queue, session in self.entries])
-
-    async def load(self, request):
-        if self.always == "no adapters":
-            return JSONResponse({"error": {"message": "LoRA is not enabled"}}, 500)
-        body = await request.json()
-        config, adapters = adapter_files.read(Path(body["lora_path"]), self.config)
-        session = self.open_session(lora.merge(self.params, adapters, config=config))
-        queue = RequestQueue(self.served._replace(model=body["lora_name"]))
-        self.loaded[body["lora_name"]] = queue
-        self.entries.append((queue, session))
-        return JSONResponse({})
-
-    async def unload(self, request):
-        name = (await request.json())["lora_name"]
-        return JSONResponse({}, 200 if self.loaded.pop(name, None) else 404)
-
-    async def complete(self, request):
-        fault = self.faults.pop(0) if self.faults else self.always
-        if isinstance(fault, int):
-            return JSONResponse({"error": {"message": "spoiled"}}, fault)
-        await asyncio.sleep(2.0 if fault == "late" else 0)
-        if fault == "forgotten":
-            self.loaded.clear()
-        body = await request.json()
-        name = body["model"]
-        queue = self.loaded.get(name, self.queue)
-        if fault == "no effect":
-            queue, body["model"] = self.queue, "start"
-        try:
-            call, updates = await queue("completions", body)
-            found = call.response([update async for _, update in updates]) | {"model": name}
-        except ApiError as error:
-            return JSONResponse(error.body(), error.status)
-        SPOILS.get(fault, lambda *_: None)(found, found["choices"][0])
-        return JSONResponse(found)
+async def shifted(updates):
+    async for i, update in updates:
+        yield i, update._replace(token_logprobs=update.token_logprobs + 0.05)
 
 
 def folder_with_template(folder, template=TEMPLATE):

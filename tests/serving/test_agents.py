@@ -3,81 +3,49 @@
 
 import asyncio
 import contextlib
-import dataclasses
+import shutil
 import time
-import types
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from agents_for_tests import refused
-from fake_models import START_MODEL_LOGIT, load_folder, logprob_bound, scored_tokens
-from served_model import folder_with_template
+from fake_models import START_MODEL_LOGIT, logprob_bound, scored_tokens
+from qwen_tokenizer import qwen_like_tokenizer
 
 from tba_jax.config.schema import make_config
-from tba_jax.decoding.keys import row_keys
+from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.environments.episode import Attempt, continues
-from tba_jax.environments.episodes import EpisodeSession
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.models.transformer import unstack_layers
 from tba_jax.rewards.scores import Score
-from tba_jax.run.model_parts import START_MODEL, make_decoder
 from tba_jax.run.task_parts import make_environments
-from tba_jax.search.sampler import sampling_settings
+from tba_jax.serving.chat import Chat, ChatFormat
 from tba_jax.serving.protocol import ApiError
+from tests.environments.fake_sessions import all_played
 
+# The chat template of Qwen3-8B, byte for byte (Apache 2.0).
+QWEN3 = Path(__file__).parents[1] / "data" / "qwen3.jinja"
 FILE, LIMIT = Path(__file__).with_name("agents_for_tests.py"), 48
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    config, params, _ = load_folder(str(START_MODEL), param_dtype=jnp.float32)
-    tokenizer = Tokenizer.load(folder_with_template(tmp_path_factory.mktemp("model")))
-    changes = {"task.max_prompt_tokens": 12, "task.environment": f"{FILE}:talk"}
-    changes |= {"search.max_new_tokens": LIMIT, "reward.timeout_s": 30.0, "search.num_slots": 4}
-    settings = make_config(changes)
-    return types.SimpleNamespace(
-        config=config,
-        params=params,
-        tokenizer=tokenizer,
-        settings=settings,
-        decoder=make_decoder(settings, config, tokenizer),
-        sampling=sampling_settings(settings.search),
-    )
+CHANGES = {"task.max_prompt_tokens": 12, "search.max_new_tokens": LIMIT, "reward.timeout_s": 30.0}
+SETTINGS, START = SamplingSettings(LIMIT), np.ones(1, np.int32)
 
 
 @contextlib.contextmanager
-def pool_of(model, name):
-    task = dataclasses.replace(model.settings.task, environment=f"{FILE}:{name}")
-    pool = make_environments(dataclasses.replace(model.settings, task=task), model.tokenizer)
-    with contextlib.closing(pool):
+def pool_of(model, name, max_turns=8):
+    settings = make_config({**CHANGES, "task.environment": f"{FILE}:{name}"})
+    with contextlib.closing(make_environments(settings, model.tokenizer)) as pool:
         pool.check()
+        pool.max_turns = max_turns
         yield pool
 
 
-def drawn(model, environments, rows, *, max_turns=8, swap=None):
-    """The episodes of the rows, in order; weights change to `swap` after the first turns."""
-    params = unstack_layers(model.params, model.config)
-    inner = model.decoder.session(params, num_slots=4, version=3, keeps_caches=True)
-    environments.max_turns = max_turns
-    session = EpisodeSession(inner, environments)
-    for i, (row, key) in enumerate(zip(rows, row_keys(jax.random.key(5), len(rows)), strict=True)):
-        tokens = model.tokenizer.encode(row["prompt"], add_bos=True)[:1]
-        prompt = Prompt(i, row["prompt"], tokens, row)
-        session.submit(prompt, key[None], model.sampling, np.ones(1))
-    found, end = [], time.monotonic() + 90
-    while not session.is_idle:
-        assert time.monotonic() < end
-        if session.is_waiting:
-            if swap is not None and session.statistics.tokens and session.version == 3:
-                session.swap(swap, 4)
-            time.sleep(0.002)
-            continue
-        found += session.step()
-    return sorted(found, key=lambda y: y.request)
+def drawn(model, environments, rows, swap=None):
+    """The episodes of the rows, in order."""
+    session = model.decoder.session(model.params, num_slots=4, version=3, keeps_caches=True)
+    prompts = [Prompt(i, row["prompt"], START, row) for i, row in enumerate(rows)]
+    return all_played(environments, session, prompts, SETTINGS, swap)
 
 
 ROWS = [{"prompt": "7+5-3=", "kind": kind} for kind in ("tokens", "text", "fork")]
@@ -85,8 +53,7 @@ ROWS = [{"prompt": "7+5-3=", "kind": kind} for kind in ("tokens", "text", "fork"
 
 def scored(model, params, episode):
     """log pi of each sampled token of an episode."""
-    prompt = model.tokenizer.encode("7", add_bos=True)[:1]
-    rows = [scored_tokens(model.config, params, prompt, episode.tokens[x]) for x in episode.paths]
+    rows = [scored_tokens(model.config, params, START, episode.tokens[x]) for x in episode.paths]
     return np.concatenate(rows)[episode.is_sampled]
 
 
@@ -102,7 +69,7 @@ def test_every_sampled_token_has_the_log_prob_that_the_scorer_gives_it(model):
     with pool_of(model, "talk") as environments:
         episodes = drawn(model, environments, ROWS)
         other = jax.tree.map(lambda x: x * 1.02, model.params)
-        (late,) = drawn(model, environments, ROWS[:1], swap=unstack_layers(other, model.config))
+        (late,) = drawn(model, environments, ROWS[:1], swap=other)
     for y, row in zip(episodes, ROWS, strict=True):
         assert_log_probs(model, y, scored(model, model.params, y))
         # A request that continues no turn begins a path of its episode.
@@ -138,6 +105,29 @@ def test_a_chat_continues_an_earlier_request_and_its_answer_only(messages, expec
     assert continues(messages, [USER, ANSWER]) is expected
 
 
+# The template keeps the thinking of a turn up to the next message of the user.
+@pytest.mark.parametrize(("role", "is_continued"), [("user", False), ("tool", True)])
+def test_a_template_that_drops_thinking_continues_no_turn_that_it_would_change(
+    role, is_continued, tmp_path
+):
+    """Environments then fork: test_environment_pool."""
+    qwen_like_tokenizer(tmp_path)
+    shutil.copy(QWEN3, tmp_path / "chat_template.jinja")
+    tokenizer = Tokenizer.load(tmp_path)
+    chat_format = ChatFormat(tokenizer)
+    messages = [{"role": "user", "content": "7+5"}]
+    prompt = chat_format.prompt(Chat(messages))
+    turn = tokenizer.encode("<think>\nhm\n</think>\n\n12<|im_end|>", add_bos=False)
+    answer = {"role": "assistant", "content": tokenizer.decode(turn)}
+    chat = Chat([*messages, answer, {"role": role, "content": "1+1"}])
+    found = chat_format.bridge(prompt, turn, chat)
+    assert (found is not None) is is_continued
+    if found is not None:
+        before = np.concatenate([prompt, turn])
+        np.testing.assert_array_equal(found[: len(before)], before)
+        assert "<tool_response>\n1+1\n</tool_response>" in tokenizer.decode(found)
+
+
 # The first four have a worker each; the others share workers with an episode that fails.
 ENDS = {
     "hang": "environment_timeout",
@@ -157,9 +147,9 @@ ENDS = {
 def test_each_failure_is_a_rejection_by_its_name_and_costs_no_other_episode(model, tmp_path, capfd):
     file, found = tmp_path / "late", {}
     rows = [{"prompt": "7+5-3=", "kind": kind, "file": str(file)} for kind in ENDS]
-    with pool_of(model, "misbehave") as environments:
+    with pool_of(model, "misbehave", max_turns=3) as environments:
         for some, environments.timeout_s in ((rows[4:], 30.0), (rows[:4], 6.0)):
-            episodes = drawn(model, environments, some, max_turns=3)
+            episodes = drawn(model, environments, some)
             found |= zip([row["kind"] for row in some], episodes, strict=True)
         assert {kind: found[kind].verdict.reason for kind in ENDS} == ENDS
         y = found["turns"]
@@ -181,8 +171,8 @@ def test_a_client_that_disconnects_ends_its_episode_by_a_name(model):
         await asyncio.sleep(60)
 
     with pool_of(model, "misbehave") as environments:
-        prompt = Prompt(0, "1", np.ones(1, np.int32), {"kind": "idle"})
-        attempt = Attempt(0, 0, prompt, np.zeros(2, np.uint32), model.sampling, 0)
+        prompt = Prompt(0, "1", START, {"kind": "idle"})
+        attempt = Attempt(0, 0, prompt, np.zeros(2, np.uint32), SETTINGS, 0)
         ended = environments.start(attempt, never)
         while not environments.agents:
             time.sleep(0.01)

@@ -20,6 +20,8 @@ from served_model import TEMPLATE, ServedModel, folder_with_template
 
 from tba_jax.environments import verifiers_bridge
 from tba_jax.serving.chat import Chat, RendererFormat
+from tba_jax.serving.protocol import Served
+from tba_jax.serving.server import RequestQueue
 from tests.environments.fake_sessions import Scripted
 from tests.integration import commands
 
@@ -30,10 +32,8 @@ pytestmark = pytest.mark.slow
 
 def client(python, *arguments, script=SCRIPT):
     """Standard output of a script that another interpreter runs."""
-    command, env = (
-        [python, "-P", str(script), *map(str, arguments)],
-        os.environ | {"PYTHONPATH": ""},
-    )
+    command = [python, "-P", str(script), *map(str, arguments)]
+    env = os.environ | {"PYTHONPATH": ""}
     done = subprocess.run(command, capture_output=True, text=True, timeout=170, env=env)
     assert done.returncode == 0, done.stderr
     return done.stdout
@@ -47,17 +47,14 @@ def python_of(name):
 
 
 @pytest.mark.parametrize("python", PYTHONS)
-def test_a_client_gets_text_tokens_streams_stops_and_errors(python, tmp_path):
-    model = ServedModel(folder_with_template(tmp_path), token="secret")
-    with model.running():
-        client(python, "openai", f"{model.url}/v1")
+def test_a_client_gets_text_tokens_streams_stops_and_errors(python, model):
+    with model.listening("secret") as guarded:
+        client(python, "openai", f"{guarded.url}/v1")
 
 
 @pytest.mark.parametrize(("name", "num", "path"), [("trl", 8, ""), ("openenv", 2, "/v1")])
-def test_training_clients_get_the_tokens_and_log_probs_of_the_model(name, num, path, tmp_path):
-    python, model = python_of(name), ServedModel(folder_with_template(tmp_path))
-    with model.running():
-        printed = client(python, name, model.url + path, *[tmp_path][: name == "trl"])
+def test_training_clients_get_the_tokens_and_log_probs_of_the_model(name, num, path, model):
+    printed = client(python_of(name), name, model.url + path, *[model.folder][: name == "trl"])
     rows = json.loads(printed.splitlines()[-1])
     assert len(rows) == num
     for ids, is_sampled, logprobs in rows:
@@ -76,8 +73,7 @@ def test_a_taskset_of_verifiers_is_the_data_and_the_environment_of_a_run(tmp_pat
     python.write_text(f'#!/bin/sh\n{path} "$@"\n')
     python.chmod(0o700)
     monkeypatch.setenv("TBA_JAX_VERIFIERS", str(python))
-    bridge = verifiers_bridge.__file__
-    data.write_text(client(sys.executable, "verifiers_tasksets", script=bridge))
+    data.write_text(client(sys.executable, "real_clients", script=verifiers_bridge.__file__))
     # The prompts of chats begin with the token of the beginning.
     folder = folder_with_template(tmp_path / "model", "{{ bos_token }}" + TEMPLATE)
     small = ("samples_per_prompt=2", "num_slots=2", "max_new_tokens=60")
@@ -87,7 +83,7 @@ def test_a_taskset_of_verifiers_is_the_data_and_the_environment_of_a_run(tmp_pat
         "task.name=custom",
         f"task.data_path={data}",
         "task.chat=True",
-        "task.environment=verifiers:verifiers_tasksets",
+        "task.environment=verifiers:real_clients",
         f"model.path={folder}",
         "task.num_eval_prompts=1",
         "eval.period=0",
@@ -123,16 +119,14 @@ class ToolCalls(Scripted):
 @pytest.mark.parametrize("python", PYTHONS)
 def test_a_client_calls_tools(python, tmp_path):
     pytest.importorskip("renderers")
-    model = ServedModel(folder_with_template(tmp_path), token="secret")
-    tokenizer = qwen_like_tokenizer(tmp_path / "qwen")
-    chat = RendererFormat(tokenizer, "qwen3")
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call><|im_end|>'
-    served = model.served._replace(tokenizer=tokenizer, chat=chat, eos_ids=tokenizer.eos_ids)
-    model.queue._served = served._replace(max_length=4096)
-    model.session = ToolCalls(tokenizer, [call] * 3)
-    with model.running():
-        client(python, "tools", f"{model.url}/v1")
-    first, second, _ = model.session.contexts
+    tokenizer, model = qwen_like_tokenizer(tmp_path), ServedModel()
+    chat, session = RendererFormat(tokenizer, "qwen3"), ToolCalls(tokenizer, [call] * 3)
+    model.queue = RequestQueue(Served("start", tokenizer, chat, tokenizer.eos_ids, 4096))
+    model.entries = [(model.queue, session)]
+    with model.running(), model.listening("secret") as guarded:
+        client(python, "tools", f"{guarded.url}/v1")
+    first, second, _ = session.contexts
     # The sampled call is in the second prompt as it was sampled.
     sampled = tokenizer.encode(call, add_bos=False)
     ids = [*first.tolist(), *sampled.tolist()]

@@ -2,69 +2,57 @@
 """The HTTP routes over a real decode session: exact tokens, streams, refusals, lost clients."""
 
 import concurrent.futures
-import contextlib
-import copy
 import json
 import socket
 import time
 
-import fake_models
 import jax
 import numpy as np
 import pytest
 from fake_models import START_MODEL_LOGIT, logprob_bound
-from served_model import NUM_SLOTS, PROMPT, ServedModel, folder_with_template
+from served_model import NUM_SLOTS, PROMPT
 
 from tba_jax.decoding.requests import SamplingSettings
-from tba_jax.remote.http_server import HttpServer, bind
 
 GENERATE, TEXT, CHAT = "/inference/v1/generate", "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "7+5-3"}]
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = folder_with_template(tmp_path_factory.mktemp("model"))
-    with ServedModel(folder).running() as found:
-        yield found
+def text_of(choice):
+    return choice["text"] if "text" in choice else choice["message"]["content"]
 
 
-@pytest.mark.parametrize("seed", [0, 2**32 - 1])
-def test_tokens_and_log_probs_are_those_of_the_engine_on_every_route(model, seed):
+@pytest.mark.parametrize(
+    ("path", "prompt", "seed"),
+    [
+        (GENERATE, {"token_ids": PROMPT}, 0),
+        (TEXT, {"prompt": PROMPT}, 2**32 - 1),
+        (CHAT, {"messages": MESSAGES}, 2**32 - 1),
+    ],
+)
+def test_tokens_and_log_probs_are_those_of_the_engine(model, path, prompt, seed):
     given = {"max_tokens": 9, "top_p": 0.9, "seed": seed, "logprobs": True, "n": 2}
     given |= {"return_token_ids": True}
-    bodies = {GENERATE: {"token_ids": PROMPT, "sampling_params": given}}
-    bodies |= {TEXT: {"prompt": PROMPT, **given}, CHAT: {"messages": MESSAGES, **given}}
+    found = model.ask(path, prompt | ({"sampling_params": given} if path == GENERATE else given))[1]
+    start = PROMPT[path == CHAT :]  # the template has no first token
+    own = {"settings": SamplingSettings(9, top_p=0.9), "num_slots": NUM_SLOTS, "num_samples": 2}
+    own |= {"key": jax.random.key(seed)}
+    wanted = model.decoder.decode(model.params, [np.array(start, np.int32)], **own)[0]
+    # Another number of slots is another program.
     bound = logprob_bound(model.config, len(PROMPT) + 9, START_MODEL_LOGIT)
-    for path, body in bodies.items():
-        prompt = PROMPT[1:] if path == CHAT else PROMPT  # the template has no first token
-        wanted = fake_models.decode(
-            model.decoder,
-            model.params,
-            [np.array(prompt, np.int32)],
-            num_samples=2,
-            key=jax.random.key(seed),
-            settings=SamplingSettings(9, top_p=0.9),
-            num_slots=NUM_SLOTS,
-        )
-        _, found = model.ask(path, body)
-        for i, choice in enumerate(found["choices"]):
-            size, logprobs = wanted.lengths[0, i], choice["logprobs"]
-            tokens = wanted.tokens[0, i, :size].tolist()
-            assert choice["token_ids"] == tokens
-            values = logprobs.get("token_logprobs") or [x["logprob"] for x in logprobs["content"]]
-            # Another number of slots is another program.
-            own = wanted.token_logprobs[0, i, :size]
-            np.testing.assert_allclose(values, own, rtol=0, atol=bound)
-            assert choice["finish_reason"] == ("stop" if wanted.has_eos[0, i] else "length")
-            if path == GENERATE:
-                names = [each["token"] for each in logprobs["content"]]
-                assert names == [f"token_id:{token}" for token in tokens]
-            else:
-                text = choice["text"] if path == TEXT else choice["message"]["content"]
-                assert text == model.tokenizer.decode(tokens)
-        assert found["usage"]["completion_tokens"] == wanted.lengths.sum()
+    for choice, y in zip(found["choices"], wanted, strict=True):
+        tokens, logprobs = y.tokens.tolist(), choice["logprobs"]
+        assert choice["token_ids"] == tokens
+        assert choice["finish_reason"] == ("stop" if y.has_eos else "length")
+        values = logprobs.get("token_logprobs") or [x["logprob"] for x in logprobs["content"]]
+        np.testing.assert_allclose(values, y.token_logprobs, rtol=0, atol=bound)
+        if path == GENERATE:
+            names = [each["token"] for each in logprobs["content"]]
+            assert names == [f"token_id:{token}" for token in tokens]
+        else:
+            assert text_of(choice) == model.tokenizer.decode(tokens)
+    assert found["usage"]["completion_tokens"] == sum(len(y.tokens) for y in wanted)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +70,7 @@ def test_a_stream_has_the_same_tokens_and_text(model, path, body):
         own = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
         assert sum((c["token_ids"] for c in own), []) == choice["token_ids"]
         parts = [c["text"] if path == TEXT else c["delta"]["content"] for c in own]
-        wanted = choice["text"] if path == TEXT else choice["message"]["content"]
+        wanted = text_of(choice)
         assert "".join(parts) == wanted
         assert own[-1]["finish_reason"] == choice["finish_reason"]
         assert not any(stop in wanted for stop in body.get("stop", ()))
@@ -90,19 +78,18 @@ def test_a_stream_has_the_same_tokens_and_text(model, path, body):
 
 def test_a_stop_string_of_one_request_does_not_end_another(model):
     body = {"prompt": "7+5-3=", "max_tokens": 30, "seed": 1, "return_token_ids": True}
-    _, free = model.ask(TEXT, body)
-    text = free["choices"][0]["text"]
-    stop = text[1:2]
+    (free,) = model.ask(TEXT, body)[1]["choices"]
+    stop = free["text"][1]
     with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        stopped = pool.submit(model.ask, TEXT, {**body, "stop": stop})
-        assert pool.submit(model.ask, TEXT, body).result()[1]["choices"] == free["choices"]
-        (choice,) = stopped.result()[1]["choices"]
-    assert choice["text"] == text[: text.index(stop)] and choice["finish_reason"] == "stop"
-    assert len(choice["token_ids"]) < len(free["choices"][0]["token_ids"])
+        both = pool.map(lambda more: model.ask(TEXT, body | more)[1], ({"stop": stop}, {}))
+        (stopped,), (other,) = (found["choices"] for found in both)
+    assert other == free and stopped["finish_reason"] == "stop"
+    assert stopped["text"] == free["text"].partition(stop)[0]
+    assert len(stopped["token_ids"]) < len(free["token_ids"])
 
 
 # Body of a refused request, and the refusal, which begins with the name of the parameter.
-UNKNOWN = ": the parameter is not supported"
+UNSUPPORTED, UNKNOWN = "best_of messages echo min_p".split(), "the parameter is not supported"
 CHAT_VALUES = {
     "chat_template": "{{ messages }}",
     "reasoning_effort": "low",
@@ -136,8 +123,7 @@ REFUSED = [
     (TEXT, {"prompt": "1", "stop_token_ids": [*range(40)]}, 400, "wanted up to 32 token IDs"),
     (TEXT, {"prompt": "1", "model": "gpt"}, 404, "does not exist"),
     (GENERATE, {"token_ids": [-1]}, 400, "token_ids = [-1]: wanted a list of token IDs"),
-    *((TEXT, {"prompt": "1", x: 5}, 400, f"{x} = 5{UNKNOWN}") for x in ("best_of", "messages")),
-    *((TEXT, {"prompt": "1", x: 5}, 400, f"{x} = 5{UNKNOWN}") for x in ("echo", "min_p")),
+    *((TEXT, {"prompt": "1", x: 5}, 400, f"{x} = 5: {UNKNOWN}") for x in UNSUPPORTED),
     *((CHAT, {"messages": MESSAGES, x: y}, 400, x) for x, y in CHAT_VALUES.items()),
     *((CHAT, {"messages": x}, 400, "wanted a list of objects with role") for x in BAD_MESSAGES),
 ]
@@ -167,10 +153,7 @@ def test_models_health_and_who_may_send(model):
     # A web page may send text without permission, but not JSON.
     status, answer = model.ask(TEXT, body, text)
     assert status == 400 and "the content type is not JSON" in answer["error"]["message"]
-    server = HttpServer(model.application("secret"), "http-server", bind("127.0.0.1", 0))
-    guarded = copy.copy(model)
-    guarded.url = f"http://127.0.0.1:{server.port}"
-    with contextlib.closing(server):
+    with model.listening("secret") as guarded:
         assert guarded.ask("/v1/models")[0] == guarded.ask(TEXT, body)[0] == 401
         assert guarded.ask(TEXT, body, {"authorization": "Bearer secret", **text})[0] == 200
 
@@ -179,7 +162,7 @@ def test_a_client_that_vanishes_frees_its_slots_and_half_a_body_costs_nothing(mo
     body = {"prompt": "1+1=", "max_tokens": 250, "min_tokens": 250, "n": 100}
     data = json.dumps({**body, "stream": True}).encode()
     before, end = model.session.statistics.tokens, time.monotonic() + 20
-    with socket.create_connection(("127.0.0.1", model.server.port)) as link:
+    with socket.create_connection(("127.0.0.1", model.port)) as link:
         link.sendall(HEAD + b"Content-Length: %d\r\n\r\n" % len(data) + data)
         while model.session.is_idle:
             assert time.monotonic() < end
@@ -187,7 +170,7 @@ def test_a_client_that_vanishes_frees_its_slots_and_half_a_body_costs_nothing(mo
         assert time.monotonic() < end
     assert model.session.statistics.tokens - before < 50 * 250  # 100 samples have twice as many
     for more in (b"Content-Length: 100\r\n\r\n{", b"Transfer-Encoding: chunked\r\n\r\n5\r\n{"):
-        with socket.create_connection(("127.0.0.1", model.server.port)) as link:
+        with socket.create_connection(("127.0.0.1", model.port)) as link:
             link.sendall(HEAD + more)
     assert model.ask(TEXT, {"prompt": "1", "max_tokens": 1})[0] == 200
     assert model.session.room == NUM_SLOTS and not model.queue._live

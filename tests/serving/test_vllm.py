@@ -4,40 +4,32 @@
 import concurrent.futures
 import time
 
-import fake_models
 import jax
 import numpy as np
 import pytest
 import served_model
 from fake_models import START_MODEL_LOGIT, logprob_bound
-from served_model import NUM_SLOTS, FaultyServer
+from served_model import NUM_SLOTS
 
 from tba_jax.decoding.keys import fold_in
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.models import lora
-from tba_jax.run.model_parts import START_MODEL
+from tba_jax.remote.http_server import bind
 from tba_jax.serving import vllm
 from tba_jax.serving.vllm import InferenceServer, ServerError
 
 PROMPT, SETTINGS = np.array(served_model.PROMPT, np.int32), SamplingSettings(9)
 
 
-@pytest.fixture(scope="module")
-def model():
-    found = FaultyServer(START_MODEL)
-    found.policy = lora.with_adapters(found.config, 4, 8.0, ("q", "v", "down"))
-    with found.running():
-        yield found
-
-
 @pytest.fixture
 def client(model, tmp_path):
-    made = []
+    """Makes clients of the model's server; at the end no adapter is left there or on disk."""
+    model.policy, made = lora.with_adapters(model.config, 4, 8.0, ("q", "v", "down")), []
 
-    def make(**options):
+    def make(url="", **options):
         options = {"eos_ids": (2,), "longest": 64, "timeout_s": 60.0, **options}
-        url = options.pop("url", f"{model.url}/v1")
-        made.append(InferenceServer(url, model.policy, "start", tmp_path / "adapters", **options))
+        place = f"{url or model.url}/v1", model.policy, "start", tmp_path / "adapters"
+        made.append(InferenceServer(*place, **options))
         return made[-1]
 
     yield make
@@ -48,9 +40,8 @@ def client(model, tmp_path):
 
 
 def adapters_of(model, version):
-    keys = iter(jax.random.split(jax.random.key(version), 99))
-    fresh = lora.init_adapters(model.policy, version)
-    return jax.tree.map(lambda x: x + 0.1 * jax.random.normal(next(keys), x.shape), fresh)
+    rng, fresh = np.random.default_rng(version), lora.init_adapters(model.policy, version)
+    return jax.tree.map(lambda x: x + 0.1 * rng.normal(size=x.shape).astype(np.float32), fresh)
 
 
 def session_of(model, server):
@@ -67,25 +58,16 @@ def assert_sampled(model, session, version, keys, settings=SETTINGS):
     """The responses are those of our decoder with the merged weights, for the seeds sent."""
     seeds = [(int(k[0]) << 32 | int(k[1])) >> 1 for k in keys]
     own = [fold_in(np.array([s >> 32, s & 0xFFFFFFFF], np.uint32), 0) for s in seeds]
-    expected = fake_models.decode(
-        model.decoder,
-        lora.merge(model.params, adapters_of(model, version), config=model.policy),
-        [PROMPT],
-        num_samples=len(keys),
-        key=np.array(own)[None],
-        settings=settings,
-        num_slots=NUM_SLOTS,
-    )
+    params = lora.merge(model.params, adapters_of(model, version), config=model.policy)
+    options = {"num_samples": len(keys), "key": np.array(own)[None], "num_slots": NUM_SLOTS}
+    (expected,) = model.decoder.decode(params, [PROMPT], settings=settings, **options)
+    # Other programs run with another number of live slots.
     bound = logprob_bound(model.config, 64, START_MODEL_LOGIT)
-    found = list(session.run())
-    assert len(found) == len(keys)
-    for y in found:
-        n = expected.lengths[0, y.sample]
-        np.testing.assert_array_equal(y.tokens, expected.tokens[0, y.sample, :n])
-        # Other programs run with another number of live slots.
-        logprobs = expected.token_logprobs[0, y.sample, :n]
-        np.testing.assert_allclose(y.token_logprobs, logprobs, rtol=0, atol=bound)
-        assert y.has_eos == expected.has_eos[0, y.sample]
+    found = sorted(session.run(), key=lambda y: y.sample)
+    for y, z in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(y.tokens, z.tokens)
+        np.testing.assert_allclose(y.token_logprobs, z.token_logprobs, rtol=0, atol=bound)
+        assert y.has_eos == z.has_eos
         assert {y.version_min, y.version_max, *y.token_versions.tolist()} == {version}
 
 
@@ -117,36 +99,28 @@ def test_a_request_under_way_ends_with_the_weights_that_it_began_with(model, cli
     assert_sampled(model, session, 3, keys, settings)
 
 
-NAMES = {429: "server_down", 500: "server_down", "late": "server_down"}
-NAMES["forgotten"] = "server_no_model"
+# Faults of a server one after another, and the names by which the client counts them.
+FAULTS = [
+    ([429], {"down"}),
+    (["late"], {"down"}),
+    ([500] * 5 + ["forgotten"], {"down", "no_model"}),  # attempts are counted by name
+    *(([fault], {"nonsense"}) for fault in served_model.CHANGES),
+]
 
 
-@pytest.mark.parametrize(
-    "faults",
-    [
-        [429],
-        ["late"],
-        [500, 500, 500, 500, 500, "forgotten"],  # attempts are counted by name
-        ["another version"],
-        ["no token ids"],
-        ["no log-probs"],
-        ["early end"],
-    ],
-)
+@pytest.mark.parametrize(("faults", "names"), FAULTS)
 def test_a_failed_request_is_counted_by_name_and_sent_again(
-    model, client, capfd, monkeypatch, faults
+    model, client, capfd, monkeypatch, faults, names
 ):
     monkeypatch.setattr(vllm, "_MOST_PAUSE_S", 0.01)
     # On a busy machine any response may be late; what is late by itself takes 2 s.
     server = client(timeout_s=1.0 if "late" in faults else 60.0)
-    session = session_of(model, server)
-    model.faults = list(faults)
+    session, model.faults = session_of(model, server), [*faults]
     assert_sampled(model, session, 3, submit(session, 4, 1))
-    names = {NAMES.get(fault, "server_nonsense") for fault in faults}
-    assert set(server.failures.take()) == names
+    assert set(server.failures.take()) == {f"server_{name}" for name in names}
     lines = [x for x in capfd.readouterr().err.splitlines() if "search.engine" in x]
     ends = {line.rpartition("; ")[2] for line in lines}
-    assert ends == {f"1 request(s) failed as {name}" for name in names}
+    assert ends == {f"1 request(s) failed as server_{name}" for name in names}
 
 
 def test_a_failure_that_stays_ends_the_run_in_time(model, client):
@@ -159,16 +133,15 @@ def test_a_failure_that_stays_ends_the_run_in_time(model, client):
 
 def test_a_server_that_is_restarted_loses_no_request(model, client, capfd):
     """The port is closed at first: nothing listens there until the server is back."""
-    first = FaultyServer(START_MODEL)
-    port = first.server.port
-    server = client(url=f"http://127.0.0.1:{port}/v1", timeout_s=30.0)
-    first.server.close()
+    with bind("127.0.0.1", 0) as free:
+        port = free.getsockname()[1]
+    server = client(f"http://127.0.0.1:{port}", timeout_s=30.0)
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         opened = pool.submit(session_of, model, server)
         while "server_down" not in capfd.readouterr().err:
             assert not opened.done()
             time.sleep(0.05)
-        with FaultyServer(START_MODEL, port=port).running():
+        with model.listening(port=port):
             session = opened.result()
             assert_sampled(model, session, 3, submit(session, 6))
             assert set(server.failures.take()) == {"server_down"}
@@ -178,7 +151,7 @@ def test_a_server_that_is_restarted_loses_no_request(model, client, capfd):
 @pytest.mark.parametrize(
     ("fault", "options", "message"),
     [
-        ("", {"url": "http://127.0.0.1:9/v1"}, "not reachable .*server_down.*--enable-lora"),
+        ("", {"url": "http://127.0.0.1:9"}, "not reachable .*server_down.*--enable-lora"),
         ("", {"longest": 257}, "max_model_len = 256, and prompt and response may have 257"),
         ("no token ids", {}, "has no token_ids"),
         ("no adapters", {}, "HTTP 500 from /load_lora_adapter"),
