@@ -13,16 +13,16 @@ import numpy as np
 import pytest
 from fake_models import START_MODEL_LOGIT, load_folder, logprob_bound, scored_tokens
 
-from tba_jax.config.schema import make_config
+from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.keys import row_keys
+from tba_jax.decoding.requests import SamplingSettings
+from tba_jax.decoding.stop_strings import StopStrings
 from tba_jax.environments import episodes
 from tba_jax.environments.episode import Environment
 from tba_jax.environments.episodes import EpisodeSession
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.models.transformer import unstack_layers
-from tba_jax.run.model_parts import START_MODEL, make_decoder
-from tba_jax.search.sampler import sampling_settings
+from tba_jax.run.model_parts import START_MODEL
 from tba_jax.serving.failures import Failure, FailureLines
 
 LIMIT = 20
@@ -75,42 +75,29 @@ class World:
 def model():
     config, params, _ = load_folder(str(START_MODEL), param_dtype=jnp.float32)
     tokenizer = Tokenizer.load(str(START_MODEL))
-    settings = make_config(
-        {
-            "task.max_prompt_tokens": 12,
-            "task.environment": "unused:Unused",
-            "search.max_new_tokens": LIMIT,
-            "search.stop_strings": (",", ":"),
-            "search.num_slots": 4,
-        }
-    )
-    return config, params, tokenizer, settings, make_decoder(settings, config, tokenizer)
-
-
-def bound(model):
-    return logprob_bound(model[0], 12 + LIMIT, START_MODEL_LOGIT)
-
-
-def prompts_of(tokenizer):
+    ids = {"eos_ids": tokenizer.eos_ids, "pad_id": tokenizer.pad_id, "chunk_steps": 5}
+    limits = {"prompt_tokens": 12, "max_length": 12 + LIMIT}
+    decoder = Decoder(config, compute_dtype=jnp.float32, **ids, **limits)
     texts = ["7+5-3+8-6+2", "1-1+6+8-7+3", "9+9-8"]
-    return [Prompt(i, x, tokenizer.encode(x, add_bos=True), {}) for i, x in enumerate(texts)]
+    return types.SimpleNamespace(
+        config=config,
+        params=params,
+        tokenizer=tokenizer,
+        decoder=decoder,
+        settings=SamplingSettings(LIMIT, stop_strings=StopStrings([",", ":"], tokenizer.decode)),
+        prompts=[Prompt(i, x, tokenizer.encode(x, add_bos=True), {}) for i, x in enumerate(texts)],
+    )
 
 
 def drawn(model, world, *, in_turn, max_turns=4, keeps_caches=True):
     """All episodes, two for each prompt, in order."""
-    config, params, tokenizer, settings, decoder = model
-    inner = decoder.session(
-        unstack_layers(params, config),
-        num_slots=4,
-        version=3,
-        keeps_caches=keeps_caches,
-    )
-    world.tokenizer, world.max_turns = tokenizer, max_turns
+    options = {"num_slots": 4, "version": 3, "keeps_caches": keeps_caches}
+    inner = model.decoder.session(model.params, **options)
+    world.tokenizer, world.max_turns = model.tokenizer, max_turns
     session = EpisodeSession(inner, world)
-    sampling = sampling_settings(settings.search)
     keys = row_keys(jax.random.key(5), 6).reshape(3, 2, 2)
-    for prompt, own in zip(prompts_of(tokenizer), keys, strict=True):
-        session.submit(prompt, own, sampling, np.ones(2))
+    for prompt, own in zip(model.prompts, keys, strict=True):
+        session.submit(prompt, own, model.settings, np.ones(2))
     found = []
     if in_turn:
         found = list(session.run())
@@ -125,22 +112,17 @@ def drawn(model, world, *, in_turn, max_turns=4, keeps_caches=True):
     return sorted(found, key=lambda y: (y.request, y.sample))
 
 
-def scored(model, episode):
-    """log pi of each token of an episode, those of the environment as well."""
-    config, params, tokenizer, _, _ = model
-    prompt = prompts_of(tokenizer)[episode.request].tokens
-    return scored_tokens(config, params, prompt, episode.tokens)
-
-
 @pytest.mark.parametrize("keeps_caches", [True, False])
 def test_every_sampled_token_has_the_log_prob_that_the_scorer_gives_it(model, keeps_caches):
     episodes = drawn(model, World(), in_turn=True, keeps_caches=keeps_caches)
     assert {y.finish for y in episodes} <= {"done", "length"}
     assert any((~y.is_sampled).sum() > 2 for y in episodes)
+    bound = logprob_bound(model.config, 12 + LIMIT, START_MODEL_LOGIT)
     for y in episodes:
-        own = scored(model, y)
+        prompt = model.prompts[y.request].tokens
+        own = scored_tokens(model.config, model.params, prompt, y.tokens)
         wanted = np.where(y.is_sampled, own, 0)
-        np.testing.assert_allclose(y.token_logprobs, wanted, rtol=0, atol=bound(model))
+        np.testing.assert_allclose(y.token_logprobs, wanted, rtol=0, atol=bound)
         # One wrong mark on one token of the environment would be seen.
         assert np.abs(own[~y.is_sampled]).min(initial=1) > 1e-3
 

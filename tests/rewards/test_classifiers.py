@@ -5,12 +5,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fake_models import load_folder, logprob_bound
+from fake_models import load_folder, logits_of, logprob_bound
 from jax.sharding import Mesh
 from red_team_models import write_gpt2, write_llama, write_minilm, write_roberta
 
 from tba_jax.devices.site import Site
-from tba_jax.models import encoder, transformer
+from tba_jax.models import encoder
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards import reward_models
 from tba_jax.rewards.config import ClassifierSettings
@@ -65,18 +65,11 @@ def test_guard_scores_its_verdict_after_the_conversation(tmp_path):
     config, params, _ = load_folder(path)
     tokenizer = Tokenizer.load(path)
 
-    @jax.jit
-    def logits_of(row):
-        positions, mask = jnp.arange(row.shape[1])[None], jnp.ones_like(row, bool)
-        how = {"config": config, "compute_dtype": jnp.float32}
-        hidden = transformer.apply(params, row, positions, mask, **how)
-        return transformer.unembed(params, hidden, **how)
-
     for prompt, text, logprob in zip(prompts[:2], TEXTS[:2], got[:2], strict=True):
         conversation = f"user: {prompt}\nassistant: {text}\nassistant:"
         before = tokenizer.encode(conversation, add_bos=False)
         row = np.concatenate([before, tokenizer.encode("unsafe", add_bos=False)])[None]
-        logits = logits_of(row)
+        logits = logits_of(config, params, row, np.ones_like(row, bool))
         logprobs = np.asarray(jax.nn.log_softmax(logits))[0]
         at = np.arange(len(before), row.shape[1])
         expected = logprobs[at - 1, row[0, at]].sum()
@@ -88,12 +81,11 @@ def test_guard_scores_its_verdict_after_the_conversation(tmp_path):
 
 
 def test_models_that_do_not_fit_are_refused_with_a_reason(tmp_path):
-    roberta = write_roberta(tmp_path / "roberta")
-    with pytest.raises(ValueError, match=r"is not a label of the model .*nothate, hate, unsure"):
-        classifier(roberta, "toxic")
-    with pytest.raises(ValueError, match="no classification head"):
-        classifier(write_minilm(tmp_path / "minilm"), "hate")
-    with pytest.raises(ValueError, match="no chat template"):
-        classifier(write_gpt2(tmp_path / "gpt2"), "unsafe")
-    with pytest.raises(ValueError, match="/no/such/model"):
-        classifier("/no/such/model", "unsafe")
+    for path, target, message in (
+        (write_roberta(tmp_path / "a"), "toxic", "is not a label of .*nothate, hate, unsure"),
+        (write_minilm(tmp_path / "b"), "hate", "no classification head"),
+        (write_gpt2(tmp_path / "c"), "unsafe", "no chat template"),
+        ("/no/such/model", "unsafe", "/no/such/model"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            classifier(path, target)

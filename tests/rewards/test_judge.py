@@ -3,12 +3,13 @@
 
 import asyncio
 import contextlib
-import http.server
-import json
-import threading
-import time
 from collections import Counter
 
+from starlette.applications import Starlette
+from starlette.responses import JSONResponse
+from starlette.routing import Route
+
+from tba_jax.remote.http_server import HttpServer, bind
 from tba_jax.rewards.judge import Judge, conversation
 from tba_jax.rewards.scores import Score
 
@@ -16,44 +17,25 @@ from tba_jax.rewards.scores import Score
 @contextlib.contextmanager
 def serving(answer):
     """An OpenAI-compatible server; `answer(text, attempt)` gives (status, content, headers)."""
-    asked, lock = Counter(), threading.Lock()
+    asked = Counter()
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["content-length"])))
-            text = body["messages"][-1]["content"]
-            with lock:
-                asked[text] += 1
-                attempt = asked[text]
-            status, content, headers = answer(text, attempt)
-            if not status:
-                return  # closes the connection without an answer
-            data = json.dumps({"choices": [{"message": {"content": content}}]}).encode()
-            self.send_response(status)
-            for name, value in {"content-length": len(data), **headers}.items():
-                self.send_header(name, str(value))
-            self.end_headers()
-            with contextlib.suppress(OSError):  # the judge has given up
-                self.wfile.write(data)
+    async def complete(request):
+        text = (await request.json())["messages"][-1]["content"]
+        asked[text] += 1
+        status, content, headers = await answer(text, asked[text])
+        headers["connection"] = "close"  # the judge's client would keep it for a later request
+        return JSONResponse({"choices": [{"message": {"content": content}}]}, status, headers)
 
-        def log_message(self, *args):
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    try:
-        yield f"http://127.0.0.1:{server.server_port}/v1", asked
-    finally:
-        server.shutdown()
-        server.server_close()
+    app = Starlette(routes=[Route("/v1/chat/completions", complete, methods=["POST"])])
+    with contextlib.closing(HttpServer(app, "judge", bind("127.0.0.1", 0))) as server:
+        yield f"http://127.0.0.1:{server.port}/v1", asked
 
 
-def moody(text, attempt):
+async def moody(text, attempt):
     if text == "slow":
-        time.sleep(3)
+        await asyncio.sleep(3)
     if text == "limited":
-        return (429, "", {"retry-after": 0}) if attempt < 2 else (200, "4", {})
+        return (429, "", {"retry-after": "0"}) if attempt < 2 else (200, "4", {})
     if text == "always limited":
         return 429, "", {}
     if text == "refused":
@@ -94,16 +76,14 @@ def test_a_judge_that_is_down_is_named():
 
 
 def test_requests_are_at_once_up_to_the_limit():
-    running, most, lock = 0, 0, threading.Lock()
+    running = most = 0
 
-    def counted(text, attempt):
+    async def counted(text, attempt):
         nonlocal running, most
-        with lock:
-            running += 1
-            most = max(most, running)
-        time.sleep(0.1)
-        with lock:
-            running -= 1
+        running += 1
+        most = max(most, running)
+        await asyncio.sleep(0.1)
+        running -= 1
         return 200, "1", {}
 
     with serving(counted) as (url, _):

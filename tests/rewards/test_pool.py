@@ -2,6 +2,7 @@
 """The reward pool against rewards that hang, raise, crash, flood and return nonsense."""
 
 import asyncio
+import contextlib
 import importlib
 import os
 import signal
@@ -11,6 +12,7 @@ import threading
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tba_jax import workers
@@ -214,24 +216,19 @@ def test_a_function_that_compares_responses_gives_equal_rewards_when_it_is_slow_
 def test_a_coroutine_that_waits_for_ever_is_late_although_other_jobs_are_answered(monkeypatch):
     monkeypatch.syspath_prepend(os.getcwd())
     monkeypatch.setattr(workers, "MOST_DEADLINES", 4)
-    pool = workers.WorkerPool(
-        "job", importlib.import_module("user_rewards").make_jobs, (), num_workers=1
-    )
+    jobs, end = importlib.import_module("user_rewards").make_jobs, time.monotonic() + 60.0
 
-    async def ask():
+    async def ask(pool):
         waits, plays = pool.open(), pool.open()
         waiting = asyncio.ensure_future(waits.ask("wait", 0.5, "a wait"))
         with pytest.raises(workers.WorkerFailed, match="by another job|another job ended"):
-            while asyncio.get_running_loop().time() < end:
+            while time.monotonic() < end:
                 assert await plays.ask("ping", 60.0, "a ping") == "pong"
         with pytest.raises(workers.WorkerFailed, match="a wait took longer than 0.5 s"):
             await waiting
 
-    end = time.monotonic() + 60.0
-    try:
-        pool.run(ask()).result(120.0)
-    finally:
-        pool.close()
+    with contextlib.closing(workers.WorkerPool("job", jobs, (), num_workers=1)) as pool:
+        pool.run(ask(pool)).result(120.0)
 
 
 def test_coroutines_of_a_worker_share_one_event_loop(make):
@@ -300,11 +297,9 @@ for pool, name in zip(pools, ("idle.pid", "hang.pid")):
     score(pool, f"child {name}")
 """
     (folder / "parent.py").write_text(script)
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "parent.py"]
-    with subprocess.Popen(
-        command, cwd=folder, stdout=subprocess.PIPE, text=True, env=environment
-    ) as parent:
+    options = {"cwd": folder, "stdout": subprocess.PIPE, "text": True}
+    options["env"] = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen([sys.executable, "parent.py"], **options) as parent:
         pids = list(map(int, parent.stdout.readline().split()))
         for name in ("idle.pid", "hang.pid"):
             wait_for(lambda file=folder / name: file.exists() and file.read_text())
@@ -338,8 +333,6 @@ def wait_for(condition):
 
 
 def runs(pid):
-    try:
-        with open(f"/proc/{pid}/stat") as file:
-            return file.read().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
-        return False
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    return False

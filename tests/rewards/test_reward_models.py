@@ -26,6 +26,8 @@ NAME = "gpt_neox_reward"
 # float32, two implementations: 4e-6 of the largest score, which is near 1
 # (tests/models/test_families).
 TOLERANCE = 1e-5
+WANTED = np.load(GOLDEN / f"{NAME}.npz")
+ROWS = list(WANTED["tokens"])
 
 
 @pytest.fixture(scope="module")
@@ -66,13 +68,11 @@ def rewards(model, completions):
 
 def test_scores_equal_those_of_transformers_in_any_batch(folder, monkeypatch):
     monkeypatch.setattr(reward_models, "ROWS", 4)
-    golden = np.load(GOLDEN / f"{NAME}.npz")
-    model = load(folder)
-    rows = list(golden["tokens"])
+    model, rows = load(folder), ROWS
     # Five rows in batches of four, of several lengths and in an order that packing changes.
     mixed = [rows[0], rows[1][:7], rows[1], rows[0][:6], rows[0]]
     got = score(model, mixed)
-    want = golden["logits"][:, 0]
+    want = WANTED["logits"][:, 0]
     np.testing.assert_allclose([got[0], got[2], got[4]], want[[0, 1, 0]], atol=TOLERANCE)
     alone = [score(model, [row])[0] for row in mixed]
     np.testing.assert_allclose(got, alone, atol=1e-6)  # float32 rounding of other batch rows
@@ -81,11 +81,9 @@ def test_scores_equal_those_of_transformers_in_any_batch(folder, monkeypatch):
 
 def test_another_vocabulary_is_read_through_the_text(folder, tmp_path):
     """The policy's ids mean other words; the scores are those of the words, eos set anew."""
-    rows = [row.copy() for row in np.load(GOLDEN / f"{NAME}.npz")["tokens"]]
-    size = folders.load_config(folder)["vocab_size"]
-    shift = 7
+    size, shift = folders.load_config(folder)["vocab_size"], 7
     write_word_tokenizer(tmp_path, size, eos=1, pad=0, shift=shift)
-    complete = [np.append(row[row != 1], 1) for row in rows]
+    complete = [np.append(row[row != 1], 1) for row in ROWS]
     expected = score(load(folder), complete)
     model = load(folder, policy=tmp_path)
     prompts = [words(row[:5]) for row in complete]
@@ -96,7 +94,7 @@ def test_another_vocabulary_is_read_through_the_text(folder, tmp_path):
 
 
 def test_a_chat_is_read_in_the_models_own_template_where_it_has_one(folder, tmp_path):
-    row = np.load(GOLDEN / f"{NAME}.npz")["tokens"][0]
+    row = ROWS[0]
     shutil.copytree(folder, tmp_path / "chat")
     (tmp_path / "chat" / "chat_template.jinja").write_text("<7> {{ messages[0].content }} <9>")
     response = row[5:].astype(np.int32)
@@ -113,11 +111,8 @@ def test_a_chat_is_read_in_the_models_own_template_where_it_has_one(folder, tmp_
 
 
 def test_a_model_divided_over_devices_scores_alike_and_no_device_has_it_whole(folder):
-    rows = list(np.load(GOLDEN / f"{NAME}.npz")["tokens"])
-    model = load(folder)
-    pair = Mesh(jax.devices()[4:6], ("model",))
-    want = score(model, rows)
-    launched = []
+    model, pair, launched = load(folder), Mesh(jax.devices()[4:6], ("model",)), []
+    want = score(model, ROWS)
 
     class Turns(DeviceLock):
         def locked(self, program, devices):
@@ -127,14 +122,14 @@ def test_a_model_divided_over_devices_scores_alike_and_no_device_has_it_whole(fo
     for there in (load(folder, site=site), model.on(site)):
         launched.clear()
         # Sums over two devices: float32 rounding in another order.
-        np.testing.assert_allclose(score(there, rows), want, atol=TOLERANCE)
+        np.testing.assert_allclose(score(there, ROWS), want, atol=TOLERANCE)
         assert launched == [list(pair.devices.flat)]
         leaves = jax.tree.leaves(there._scores.params)
         assert {d for x in leaves for d in x.devices()} == set(pair.devices.flat)
         held = sum(x.addressable_shards[0].data.nbytes for x in leaves)
         assert held < 0.8 * sum(x.nbytes for x in leaves)  # embeddings and norms stay whole
     back = there.on(one(jax.devices()[0]))
-    np.testing.assert_array_equal(score(back, rows), want)
+    np.testing.assert_array_equal(score(back, ROWS), want)
 
 
 def test_a_score_that_is_not_finite_is_a_named_failure(folder):
@@ -142,8 +137,7 @@ def test_a_score_that_is_not_finite_is_a_named_failure(folder):
     params = model._scores.params
     params = {**params, "score": jnp.full_like(params["score"], jnp.nan)}
     model._scores = model._scores._replace(params=params)
-    rows = list(np.load(GOLDEN / f"{NAME}.npz")["tokens"])
-    assert score(model, rows, has_eos=[True, False]) == [None, -1.0]
+    assert score(model, ROWS, has_eos=[True, False]) == [None, -1.0]
 
 
 @pytest.mark.parametrize(
