@@ -193,7 +193,7 @@ TEST_LIMITS = {
     ("planning",): 610,
     ("report", "commands"): 910,
     ("config",): 450,
-    ("serving",): 1084,
+    ("serving",): 1079,
     ("remote",): 715,
     ("run",): 1030,
     OTHERS: 1930,

@@ -31,7 +31,7 @@ class Scripted:
     def room(self):
         return self.num_slots - len(self.open)
 
-    def submit(self, prompt, keys, settings, temperatures):
+    def submit(self, prompt, keys, settings, temperatures=None):
         self.contexts.append(prompt)
         self.open.append(len(self.contexts) - 1)
         return self.open[-1]

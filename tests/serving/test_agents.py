@@ -114,12 +114,11 @@ def test_a_template_that_drops_thinking_continues_no_turn_that_it_would_change(
     qwen_like_tokenizer(tmp_path)
     shutil.copy(QWEN3, tmp_path / "chat_template.jinja")
     tokenizer = Tokenizer.load(tmp_path)
-    chat_format = ChatFormat(tokenizer)
-    messages = [{"role": "user", "content": "7+5"}]
-    prompt = chat_format.prompt(Chat(messages))
+    chat_format, user = ChatFormat(tokenizer), {"role": "user", "content": "7+5"}
+    prompt = chat_format.prompt(Chat([user]))
     turn = tokenizer.encode("<think>\nhm\n</think>\n\n12<|im_end|>", add_bos=False)
     answer = {"role": "assistant", "content": tokenizer.decode(turn)}
-    chat = Chat([*messages, answer, {"role": role, "content": "1+1"}])
+    chat = Chat([user, answer, {"role": role, "content": "1+1"}])
     found = chat_format.bridge(prompt, turn, chat)
     assert (found is not None) is is_continued
     if found is not None:

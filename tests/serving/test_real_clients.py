@@ -104,24 +104,12 @@ def test_a_taskset_of_verifiers_is_the_data_and_the_environment_of_a_run(tmp_pat
     assert record["train/sampler_gap"] < 1e-4
 
 
-class ToolCalls(Scripted):
-    """In the place of a decode session: a model that calls a tool in every turn."""
-
-    def submit(self, prompt, keys, settings):
-        return super().submit(prompt, keys, settings, None)
-
-    def cancel(self, request): ...
-
-    def unfinished(self, request):
-        return {}
-
-
 @pytest.mark.parametrize("python", PYTHONS)
 def test_a_client_calls_tools(python, tmp_path):
     pytest.importorskip("renderers")
     call = '<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call><|im_end|>'
     tokenizer, model = qwen_like_tokenizer(tmp_path), ServedModel()
-    chat, session = RendererFormat(tokenizer, "qwen3"), ToolCalls(tokenizer, [call] * 3)
+    chat, session = RendererFormat(tokenizer, "qwen3"), Scripted(tokenizer, [call] * 3)
     model.queue = RequestQueue(Served("start", tokenizer, chat, tokenizer.eos_ids, 4096))
     model.entries = [(model.queue, session)]
     with model.running(), model.listening("secret") as guarded:

@@ -13,6 +13,7 @@ from fake_models import START_MODEL_LOGIT, logprob_bound
 from served_model import NUM_SLOTS, PROMPT
 
 from tba_jax.decoding.requests import SamplingSettings
+from tba_jax.serving.protocol import Update, parse
 
 GENERATE, TEXT, CHAT = "/inference/v1/generate", "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "7+5-3"}]
@@ -74,6 +75,13 @@ def test_a_stream_has_the_same_tokens_and_text(model, path, body):
         assert "".join(parts) == wanted
         assert own[-1]["finish_reason"] == choice["finish_reason"]
         assert not any(stop in wanted for stop in body.get("stop", ()))
+
+
+def test_a_stream_holds_back_what_may_begin_a_stop_string(model):
+    call = parse("completions", {"prompt": "1", "stop": ["7+"], "stream": True}, model.served, 0)
+    update = Update(model.tokenizer.encode("1-7", add_bos=False), np.zeros(3, np.float32))
+    assert call.choice(0, update)["text"] == "1-"
+    assert call.choice(0, update._replace(finish="length"), update)["text"] == "7"
 
 
 def test_a_stop_string_of_one_request_does_not_end_another(model):
