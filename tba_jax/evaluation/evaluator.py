@@ -59,8 +59,11 @@ class Responses(NamedTuple):
             padded[i, j, : lengths[i, j]] = rows[i][j]
 
         def joined(name: str) -> dict[str, list[list[float]]]:
-            tables = [getattr(shard, name) for shard in shards]
-            return {key: [row for table in tables for row in table[key]] for key in tables[0]}
+            # A reward may report a value for some responses only.
+            keys = dict.fromkeys(key for shard in shards for key in getattr(shard, name))
+            none = [[[math.nan] * len(row) for row in shard.rewards] for shard in shards]
+            pairs = [(getattr(x, name), rows) for x, rows in zip(shards, none, strict=True)]
+            return {key: [row for x, rows in pairs for row in x.get(key, rows)] for key in keys}
 
         return cls(
             prompts,
@@ -241,9 +244,7 @@ class Evaluator:
         known = [r for r in flat if r is not None]
         values = pass_at_k(rewards) if self.metric == "pass_at_1" else {}
         values["reward_mean"] = float(np.mean(known)) if known else float("nan")
-        values.update(
-            part_means({k: [x for row in v for x in row] for k, v in responses.parts.items()})
-        )
+        values |= part_means({k: [x for row in v for x in row] for k, v in responses.parts.items()})
         for function in self.metrics:
             values.update({name: float(value) for name, value in function(responses).items()})
         if self.metric not in values:

@@ -4,6 +4,7 @@
 import dataclasses
 import itertools
 import json
+import math
 
 import jax.numpy as jnp
 import numpy as np
@@ -120,6 +121,9 @@ def test_an_evaluation_in_shards_has_the_figures_of_the_whole(model, changes):
     shards = [answer(model[1], tickets[i]) for i in (2, 0, 1)]
     assert whole.merge(shards) == wanted
     assert whole.merge([EvaluationShard(*json.loads(json.dumps(x))) for x in shards]) == wanted
+    # A reward may log a value for some responses only.
+    shards[1] = shards[1]._replace(parts={"rare": [[0.5] * n, [math.nan] * n, [1.0] * n]})
+    assert whole.merge(shards).values["reward_part_rare"] == 0.75
 
 
 def test_a_headline_without_a_metric_function_is_refused(model):
