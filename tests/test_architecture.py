@@ -188,7 +188,7 @@ TEST_LIMITS = {
     ("replay",): 629,
     ("search", "evaluation"): 930,
     ("chaos",): 522,
-    ("rewards", "environments"): 2028,
+    ("rewards", "environments"): 2031,
     ("integration",): 960,  # with the restart of a fleet, which was a test of run
     ("planning",): 610,
     ("report", "commands"): 910,

@@ -22,6 +22,7 @@ class Scripted:
 
     def __init__(self, tokenizer, turns):
         self.tokenizer, self.turns, self.contexts, self.open = tokenizer, turns, [], []
+        self.keys = []
 
     @property
     def is_idle(self):
@@ -33,6 +34,7 @@ class Scripted:
 
     def submit(self, prompt, keys, settings, temperatures=None):
         self.contexts.append(prompt)
+        self.keys += keys.tolist()
         self.open.append(len(self.contexts) - 1)
         return self.open[-1]
 

@@ -139,6 +139,7 @@ def test_a_class_written_for_trl_has_tools_and_a_reward_that_may_be_awaited():
         assert first == "pfrom 3" and f"{turns[0]}7{turns[1]}error: TypeError" in last
         assert "error: no JSON" in last and "error: no tool 'reset'; there are add" in last
         assert (y.finish, y.verdict, y.num_failed_calls) == ("eos", Score(7.0, None), 3)
+        assert len({*map(tuple, session.keys)}) == 4, "each turn has a key of its own"
 
 
 def test_typed_functions_are_tools_without_a_state_or_a_reward():
