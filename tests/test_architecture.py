@@ -168,7 +168,7 @@ LIMITS = {
     "run": 3043,
     "planning": 2300,
     "tasks": 1312,
-    "environments": 1366,
+    "environments": 1374,
     "serving": 1235,
 }
 
@@ -188,7 +188,7 @@ TEST_LIMITS = {
     ("replay",): 629,
     ("search", "evaluation"): 930,
     ("chaos",): 522,
-    ("rewards", "environments"): 2031,
+    ("rewards", "environments"): 2043,
     ("integration",): 960,  # with the restart of a fleet, which was a test of run
     ("planning",): 610,
     ("report", "commands"): 910,

@@ -16,10 +16,12 @@ import importlib
 import inspect
 import json
 import math
+import os
 import secrets
 import socket
 import subprocess
 import sys
+import threading
 import traceback
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -149,6 +151,12 @@ def _taskset(name: str) -> Callable[[str, Mapping[str, Any]], Any]:
         process = subprocess.Popen(command, pass_fds=[number], stdout=subprocess.PIPE)
     if not process.stdout or not process.stdout.readline():
         raise TypeError(f"verifiers cannot load the taskset {name}; the log has its reason")
+
+    def end_with_it() -> None:  # a later job starts another worker, and with it the process
+        process.communicate()  # reads what it prints, or a full pipe would stop it
+        os._exit(1)
+
+    threading.Thread(target=end_with_it, daemon=True).start()
 
     async def run(base_url: str, row: Mapping[str, Any]) -> Any:
         reader, writer = await asyncio.open_unix_connection(path)

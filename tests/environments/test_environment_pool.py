@@ -3,12 +3,15 @@
 
 import contextlib
 import json
+import os
+import queue
 from pathlib import Path
 
 import numpy as np
 import pytest
 from fake_sessions import Scripted, all_played, played, row
 
+from tba_jax.environments import adapters
 from tba_jax.environments.pool import EnvironmentPool
 from tba_jax.rewards.scores import Score
 from tba_jax.serving.protocol import Served
@@ -207,3 +210,12 @@ def test_what_cannot_be_used_is_refused_in_one_line(name, reason):
     with pytest.raises(ValueError, match=reason) as error, pool_of(names):
         pass
     assert "\n" not in str(error.value)
+
+
+def test_a_worker_ends_with_the_process_of_its_taskset(tmp_path, monkeypatch):
+    (tmp_path / "bridge.py").write_text("import sys, time\nprint(2, flush=True)\ntime.sleep(0.2)\n")
+    monkeypatch.setattr(adapters.verifiers_bridge, "__file__", str(tmp_path / "bridge.py"))
+    codes: queue.Queue[int] = queue.Queue()
+    monkeypatch.setattr(os, "_exit", codes.put)
+    assert isinstance(adapters.load("verifiers:some/taskset")(), adapters.Agent)
+    assert codes.get(timeout=60) == 1
