@@ -46,7 +46,7 @@ def empty_layers(
         num_slots: n, number of slots.
         length: number of positions.
         dtype: dtype of keys and values; states are float32.
-        added: layers with windows have columns for a window and so many positions; None: for all.
+        added: layers with windows have columns for a window and `added` positions; None: for all.
     """
 
     def columns(kind: LayerKind) -> KVCache:
