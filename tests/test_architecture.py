@@ -191,7 +191,7 @@ TEST_LIMITS = {
     ("rewards", "environments"): 2043,
     ("integration",): 960,  # with the restart of a fleet, which was a test of run
     ("planning",): 610,
-    ("report", "commands"): 910,
+    ("report", "commands"): 921,
     ("config",): 450,
     ("serving",): 1079,
     ("remote",): 715,

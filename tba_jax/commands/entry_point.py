@@ -3,6 +3,7 @@
 
 import argparse
 import ctypes
+import gc
 import importlib
 import logging
 import os
@@ -53,6 +54,8 @@ def run(name: str, argv: Sequence[str] | None = None) -> NoReturn:
         argv: arguments of the command; None: those of this process.
     """
     module = _MODULES.get(name, f"tba_jax.commands.{name}")
+    if name == "main":
+        gc.disable()  # until a run begins: imports make a million objects and no garbage
     code = run_command(lambda: importlib.import_module(module).main(argv))
     sys.stdout.flush()
     sys.stderr.flush()

@@ -55,11 +55,9 @@ def _generate(args: argparse.Namespace) -> dict:
 
     site, dtype = decoding_site()
     config, params, tokenizer = models.load(args.model, param_dtype=dtype)
-    if args.chat:
-        chat = tokenizer.format_chat([{"role": "user", "content": args.prompt}])
-        prompt = tokenizer.encode(chat, add_bos=False)
-    else:
-        prompt = tokenizer.encode(args.prompt, add_bos=True)
+    chat = [{"role": "user", "content": args.prompt}]
+    text = tokenizer.format_chat(chat) if args.chat else args.prompt
+    prompt = tokenizer.encode(text, add_bos=not args.chat)
     decoder = Decoder(
         config,
         compute_dtype=dtype,

@@ -7,6 +7,8 @@ The command resumes a run that the work directory has already. With --coordinato
 command runs on every host, under jax.distributed.
 """
 
+import gc
+import importlib
 import json
 import os
 import signal
@@ -49,10 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         "TPU pod",
     )
     number, index = map(os.environ.get, ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"))
-    text = "processes of the run (or JAX_NUM_PROCESSES)"
-    add("--num_processes", type=int, default=number or None, help=text)
-    text = "index of this process, from 0 (or JAX_PROCESS_ID)"
-    add("--process_id", type=int, default=index or None, help=text)
+    add(
+        "--num_processes",
+        type=int,
+        default=number or None,
+        help="number of them (or JAX_NUM_PROCESSES)",
+    )
+    add("--process_id", type=int, default=index or None, help="from 0 (or JAX_PROCESS_ID)")
     add(
         "--dry_run",
         action="store_true",
@@ -136,6 +141,10 @@ def _run(
     config: Config, workdir: Path | str, interrupted: Interruption, job: Cluster | None = None
 ) -> int:
     """Train, or report that the run is finished; return the exit code of a single process."""
+    if not gc.isenabled():  # by `entry_point.run`
+        importlib.import_module("tba_jax.run.conduct")
+        gc.freeze()  # collections look at later objects only
+        gc.enable()
     report = train(config, workdir, interrupted=interrupted, start_s=_PROCESS_START, job=job)
     if report is None:  # the first trainer process reports
         return 0

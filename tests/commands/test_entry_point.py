@@ -2,6 +2,7 @@
 """The edge of the commands: one line whatever is wrong, dead outputs, and processes of a pod."""
 
 import errno
+import gc
 import os
 import signal
 import subprocess
@@ -14,9 +15,11 @@ from pathlib import Path
 import pytest
 
 import tba_jax
+from tba_jax.commands import train
 from tba_jax.commands.entry_point import run_command
 from tba_jax.commands.launch_processes import launch
 from tba_jax.commands.overview import COMMANDS, main
+from tba_jax.config.schema import Config
 from tba_jax.run.errors import UserError
 
 
@@ -149,3 +152,19 @@ def test_an_interruption_reaches_every_process(capfd, tmp_path, monkeypatch):
     code, out, _ = run(body, capfd)
     assert code == 0 and "[0] saved" in out and "[1] saved" in out
     assert "[0] began 0 --num_processes=2" in out.splitlines()
+
+
+def test_a_run_collects_garbage_although_imports_do_not(monkeypatch):
+    found = []
+
+    def fake_train(*_, **__):
+        found.append((gc.isenabled(), gc.get_freeze_count() > 0))
+
+    monkeypatch.setattr(train, "train", fake_train)
+    gc.disable()
+    try:
+        assert train._run(Config(), "runs/none", lambda: False) == 0
+    finally:
+        gc.enable()
+        gc.unfreeze()
+    assert found == [(True, True)]
