@@ -11,9 +11,9 @@ gsm8k
     rounded at random: rounded to nearest, most weights lose updates of size 1e-5
     (docs/lab/low_precision.md).
 gsm8k_official
-    `gsm8k` with the prompt, the grader and the masked EOS of the paper's code (docs/fidelity.md).
-    `gsm8k` itself uses the prompt format that the start model was tuned on, trains EOS, as
-    Trajectory Balance needs, and has a more exact grader.
+    `gsm8k` with the prompt and the masked EOS of the paper's code (docs/fidelity.md). `gsm8k`
+    itself uses the prompt format that the start model was tuned on, and trains EOS, as Trajectory
+    Balance needs.
 math
     TBA' on MATH with Qwen2.5-7B (section 6 and table 4): exact VarGrad, with a reference that is
     reset to the policy. Ratios are not bounded.

@@ -39,9 +39,7 @@ def each(grade: Callable[..., float]) -> Callable[..., list[float]]:
     """
     names = inspect.signature(grade).parameters
 
-    def reward(
-        prompts: Sequence[Content], completions: Sequence[Content], **columns: Sequence[Any]
-    ) -> list[float]:
+    def reward(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[float]:
         columns |= {"prompt": [*map(text_of, prompts)], "response": [*map(text_of, completions)]}
         given = [name for name in names if name in columns]
         rows = zip(*(columns[name] for name in given), strict=True)
@@ -85,7 +83,6 @@ _NUMBER = (
     rf"|(?P<plain>{_UNSIGNED}))"
 )
 _MARKED = rf"####[\s:=*(\\$€£]*{_NUMBER}(?P<heading>[.):][ ]+[^\W\d])?"
-_OFFICIAL = r"[+-]?(?:\d+(?:\.\d*|e[+-]?\d+)?|\.\d+)"
 
 
 def _value(number: re.Match[str]) -> float | None:
@@ -130,16 +127,6 @@ def gsm8k_gold(text: str) -> str | None:
     return answer.strip().replace(",", "") if mark else None
 
 
-def last_number_without_commas(text: str) -> float | None:
-    """Return the last number as the paper's code does, after deleting commas; None without one.
-
-    A minus between operands is a sign ("20-5" ends in -5), a fraction is two numbers, and numbers
-    after a marked answer count.
-    """
-    numbers = re.findall(_OFFICIAL, text.replace(",", ""))
-    return float(numbers[-1]) if numbers else None
-
-
 @each
 def arithmetic_reward(response: str, answer: str) -> float:
     """Return 1.0 if the last integer of the response is the answer (an integer), else 0.0.
@@ -164,14 +151,3 @@ def gsm8k_reward(response: str, answer: str) -> float:
             f"gold solution {answer!r} has no number. End it like GSM8K solutions: '#### 42'"
         )
     return gsm8k_answer(response) == right
-
-
-@each
-def gsm8k_official_reward(response: str, answer: str) -> float:
-    """Return 1.0 if the last numbers of response and gold solution are equal, else 0.0.
-
-    The grader of the paper's code, `src/gsm8k_utils.py` of github.com/bbartoldson/TBA, for
-    comparisons; prefer `gsm8k_reward`.
-    """
-    found = last_number_without_commas(response)
-    return found is not None and found == last_number_without_commas(answer)

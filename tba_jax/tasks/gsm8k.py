@@ -36,9 +36,8 @@ class GSM8K(RowTask):
 
 
 class GSM8KOfficial(GSM8K):
-    """GSM8K with the prompt and the grader of the paper's code, for comparison."""
+    """GSM8K with the prompt of the paper's code, for comparison."""
 
     name = "gsm8k_official"
-    reward = "tba_jax.rewards.numeric:gsm8k_official_reward"
     # The template in the paper's code; it differs by one character and one newline.
     text = "[MATH TASK] Problem:\n{question}\n\nSolution:\n"

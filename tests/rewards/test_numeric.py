@@ -61,6 +61,7 @@ def test_last_number(text, number):
         (r"#### \$1,234.50 in 3 days", 1234.5),
         ("#### none, but 5", 5.0),
         ("####", None),
+        ("#### 72. Next: 5", 72.0),
     ],
 )
 def test_gsm8k_answer(text, number):
@@ -104,27 +105,7 @@ def test_chat_messages_are_graded_as_their_text():
         assert reward(prompts=prompts, completions=replies, answer=[answer] * 2) == [1.0, 0.0]
 
 
-@pytest.mark.parametrize(
-    ("text", "official", "ours"),
-    [
-        ("so 1,234 in all", 1234, 1234),
-        ("3.50 dollars", 3.5, 3.5),
-        ("1e3", 1000, 1000),
-        ("#### 72. Next: 5", 5, 72),
-        ("20-5", -5, 5),
-        ("1/2", 2, 0.5),
-        ("3,4", 34, 4),
-        ("none", None, None),
-    ],
-)
-def test_the_last_number_without_commas(text, official, ours):
-    assert (numeric.last_number_without_commas(text), gsm8k_answer(text)) == (official, ours)
-
-
-def test_rewards_and_the_prompt_are_those_of_the_code():
-    gold, prompts, texts = ["48+24\n#### 72", "#### 1,000"], ["", ""], ["it is 72.", "a 1000 or 2"]
-    assert numeric.gsm8k_official_reward(prompts, texts, answer=gold) == [1.0, 0.0]
-    assert numeric.gsm8k_official_reward([""], ["no idea"], answer=["#### 3"]) == [0.0]
+def test_the_prompt_is_that_of_the_papers_code():
     prompt = GSM8KOfficial.text.format(question="1+1?")
     assert prompt == "[MATH TASK] Problem:\n1+1?\n\nSolution:\n"
 
