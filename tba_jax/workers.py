@@ -43,10 +43,8 @@ MOST_ANSWER_BYTES = 2**24
 """Maximum size of an answer; a worker that sends more is killed."""
 MAX_MEMORY_BYTES = 16 * 2**30
 """Limit of the memory that a worker allocates."""
-_TICK_S = 0.5  # longest time until a change of a deadline is noticed
 _START = "its start, with the import of the user's module (move slow work into the function),"
 _STARTED = 0  # number of the answer that says that the worker has started; jobs begin at 1
-_RECEIVING = set[asyncio.Future[None]]()  # tasks of all workers: asyncio keeps only weak references
 # Program of a worker. It finds modules where this process finds them.
 _PROGRAM = "import json, sys; sys.path[:], *job = json.loads(sys.argv[1]); "
 _PROGRAM += "from tba_jax.workers import serve; serve(*job)"
@@ -121,22 +119,26 @@ def serve(module: str, make: str, arguments: Sequence[Any]) -> None:
             loop.run_forever()
 
 
-class _Worker:
-    """A process with its jobs; only the thread of the pool's loop uses it.
+class _Worker(asyncio.Protocol):
+    """A process with its jobs; only the pools' loop uses it.
 
     Attributes:
         number: the smallest that no other worker of the pool has.
         jobs: numbers of the jobs.
+        started: done when the process takes messages, or has failed.
         answers: futures of the messages without an answer by job, oldest message first.
-        free_s: time of the newest answer; at first, of the start.
-        ended: name and text of the failure that ended the worker, and the job that caused it.
+        free_s: time of the newest answer.
+        failure: name and text of the failure that ended the worker, and the job that caused it.
     """
 
     def __init__(self, pool: "WorkerPool") -> None:
-        self._pool, self.jobs, self.free_s = pool, set[int](), time.monotonic()
+        self._pool, self.jobs, self.free_s = pool, set[int](), 0.0
         self.number = min({*range(len(pool.workers) + 1)} - {w.number for w in pool.workers})
-        self.started, self.ended = asyncio.Future[Any](), asyncio.Future[Any]()
+        self.started = asyncio.Future[None]()
         self.answers = {_STARTED: self.started}
+        self.failure: tuple[str, str, int] | None = None
+        self._transport: Any = None
+        self._received = b""  # the beginning of an answer
         name = f"{pool.kind}-{socket.gethostname()}-{os.getpid()}-{self.number}.log"
         self._log = pool.logs and pool.logs / name
         if self._log:
@@ -149,31 +151,30 @@ class _Worker:
         with theirs, open(self._log, "ab") if self._log else contextlib.nullcontext() as log:
             streams: Any = {"stdin": stdin, "stdout": log, "stderr": log}
             self.process = subprocess.Popen(command, process_group=0, **streams)
-        self._writer: asyncio.StreamWriter | None = None
-        self._receiving = asyncio.ensure_future(self._receive(ours))
-        _RECEIVING.add(self._receiving)
-        self._receiving.add_done_callback(_RECEIVING.discard)
+        loop = asyncio.get_running_loop()
+        self._connecting = loop.create_task(loop.create_connection(lambda: self, sock=ours))
+        late = f"{_START} took longer than {START_TIMEOUT_S:g} s"
+        loop.call_later(START_TIMEOUT_S, lambda: self.started.done() or self.end("timeout", late))
 
-    async def _receive(self, ours: socket.socket) -> None:
-        """Receive answers until the process ends."""
-        answers, self._writer = await asyncio.open_connection(sock=ours, limit=MOST_ANSWER_BYTES)
-        try:
-            while True:
-                number, value = json.loads(await answers.readuntil())
-                self.free_s = time.monotonic()
-                if number in self.answers:
-                    self.answers.pop(number).set_result(value)
-        except asyncio.LimitOverrunError:
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = transport
+
+    def data_received(self, data: bytes) -> None:
+        *lines, self._received = (self._received + data).split(b"\n")
+        for number, answer in map(json.loads, lines):
+            self.free_s = time.monotonic()
+            if number in self.answers:
+                self.answers.pop(number).set_result(answer)
+        if len(self._received) > MOST_ANSWER_BYTES:
             self.end("crash", f"an answer has more than {MOST_ANSWER_BYTES} bytes")
-        except (asyncio.IncompleteReadError, ConnectionError):
-            self.end("crash", "its process ended")
-        finally:
-            self._writer.transport.abort()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.end("crash", "its process ended")
 
     def send(self, *message: Any) -> None:
         """Send the number of a job and a message to it; the number alone closes the job."""
-        if self._writer is not None and not self.ended.done():
-            self._writer.write(pickle.dumps(message))
+        if self._transport and not self.failure:
+            self._transport.write(pickle.dumps(message))
 
     def end(self, name: str, text: str, cause: int | None = None) -> None:
         """Kill the process and its group, unless the worker has ended.
@@ -181,26 +182,24 @@ class _Worker:
         Args:
             cause: number of the job that failed; None: that with the oldest message, which ran.
         """
-        if self.ended.done():
+        if self.failure:
             return
         self._pool.workers.remove(self)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(1.0)
-        self._receiving.cancel()
         if name == "crash":
             text += f" (exit code {self.process.returncode}); see {self._log or 'standard error'}"
         if not self.started.done() and name != "closed":
             name = "start"
-        self.ended.set_result((name, text, cause or next(iter(self.answers), _STARTED)))
+        self.failure = name, text, cause or next(iter(self.answers), _STARTED)
+        while self.answers:
+            self.answers.popitem()[1].cancel()
 
 
 class Job:
-    """One call of a reward, or one episode of an environment, in a worker.
-
-    Only the thread of the pool's loop uses it.
-    """
+    """One call of a reward, or one episode, in a worker; only the pools' loop uses it."""
 
     def __init__(self, pool: "WorkerPool") -> None:
         self._pool, self._number = pool, next(pool.numbers)
@@ -227,43 +226,36 @@ class Job:
             WorkerFailed: there is no answer.
         """
         worker = self._worker = self._worker or self._pool.take(self._number)
-        self._since_s = worker.free_s
-        await self._answer(worker, worker.started, START_TIMEOUT_S, _START)
+        await asyncio.wait([worker.started])
         answer = worker.answers[self._number] = asyncio.Future()
         worker.send(self._number, message)
         self.restart_deadline()
-        return await self._answer(worker, answer, timeout_s, doing)
-
-    async def _answer(
-        self, worker: _Worker, answer: asyncio.Future[Any], timeout_s: float, doing: str
-    ) -> Any:
-        while not (answer.done() or worker.ended.done()):
+        while not answer.done() or answer.cancelled():
+            if worker.failure:
+                name, text, cause = worker.failure
+                if name in ("timeout", "crash") and self._number != cause:
+                    name, text = "lost", f"another job ended the {self._pool.kind} worker: {text}"
+                raise WorkerFailed(name, text)
             last_s = self._since_s + (MOST_DEADLINES - 1) * timeout_s
             left_s = max(self._since_s, min(worker.free_s, last_s)) + timeout_s - time.monotonic()
             if left_s <= 0:
                 worker.end("timeout", f"{doing} took longer than {timeout_s:g} s", self._number)
-            limit_s, first = max(0.0, min(left_s, _TICK_S)), asyncio.FIRST_COMPLETED
-            await asyncio.wait([answer, worker.ended], timeout=limit_s, return_when=first)
-        if answer.done():
-            return answer.result()
-        name, text, cause = worker.ended.result()
-        if name in ("timeout", "crash") and self._number != cause:
-            name, text = "lost", f"another job ended the {self._pool.kind} worker: {text}"
-        raise WorkerFailed(name, text)
+            else:  # a suspended deadline may restart meanwhile
+                await asyncio.wait([answer], timeout=min(left_s, timeout_s))
+        return answer.result()
 
     def leave(self) -> None:
         """Give the place in the worker back. A job that has not ended is cancelled."""
         if worker := self._worker:
             worker.jobs.discard(self._number)
-            is_open = worker.answers.pop(self._number, None) is not None
-            if is_open and not worker.jobs:  # it may hang, and nothing else runs there
+            if worker.answers.pop(self._number, None) and not worker.jobs:  # it may hang
                 worker.end("lost", "its job was closed")
             worker.send(self._number)
 
 
 @dataclasses.dataclass(eq=False)
 class WorkerPool:
-    """Thread-safe pool of workers; starts a worker when a job needs it.
+    """Pool of workers; starts a worker when a job needs it. `run` and `close` are thread-safe.
 
     Attributes:
         kind: name of the pool, for log files.
@@ -286,28 +278,9 @@ class WorkerPool:
         self._idle, self._is_closed = asyncio.Semaphore(self.num_workers), False
         self._open = set[Future[Any]]()
 
-    def open(self) -> Job:
-        """Return a new job."""
-        return Job(self)
-
-    def call(self, message: Any, timeout_s: float, doing: str) -> "Future[Any]":
-        """Return the answer to a job of one message, as `Job.ask`; it waits for an idle worker."""
-
-        async def ask() -> Any:
-            async with self._idle:
-                job = self.open()
-                try:
-                    return await job.ask(message, timeout_s, doing)
-                finally:
-                    job.leave()
-
-        return self.run(ask())
-
-    def run(
-        self, coroutine: Coroutine[Any, Any, Any], loop: asyncio.AbstractEventLoop | None = None
-    ) -> "Future[Any]":
-        """Run a coroutine on this loop, or the pool's; it is cancelled when the pool is closed."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, loop or _loop_of_pools())
+    def run(self, coroutine: Coroutine[Any, Any, Any]) -> "Future[Any]":
+        """Run a coroutine on the loop of all pools; it is cancelled when the pool is closed."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, loop_of())
         self._open.add(future)
         future.add_done_callback(self._open.discard)
         return future
@@ -319,12 +292,24 @@ class WorkerPool:
         for future in wait(list(self._open), 1.0).not_done:
             future.cancel()
 
-    # Methods for the pool's loop.
+    def call(self, *question: Any) -> "Future[Any]":
+        """Return the answer of `ask`, on the loop of all pools."""
+        return self.run(self.ask(*question))
 
-    async def _end_all(self) -> None:
-        self._is_closed = True
-        for worker in list(self.workers):
-            worker.end("closed", f"the {self.kind} workers were closed")
+    # Methods for the pools' loop.
+
+    def open(self) -> Job:
+        """Return a new job."""
+        return Job(self)
+
+    async def ask(self, message: Any, timeout_s: float, doing: str) -> Any:
+        """Return the answer to a job of one message, as `Job.ask`; wait for an idle worker."""
+        async with self._idle:
+            job = self.open()
+            try:
+                return await job.ask(message, timeout_s, doing)
+            finally:
+                job.leave()
 
     async def end_idle(self) -> None:
         """End the workers without jobs; later jobs start new ones."""
@@ -333,8 +318,6 @@ class WorkerPool:
 
     def take(self, job: int) -> _Worker:
         """Give a job the worker with the fewest; a new one, if all have jobs and more may run."""
-        for worker in [w for w in self.workers if w.process.poll() is not None]:
-            worker.end("crash", "its process ended")
         if self._is_closed:
             raise WorkerFailed("closed", f"the {self.kind} workers were closed")
         worker = min(self.workers, key=lambda w: len(w.jobs), default=None)
@@ -344,18 +327,15 @@ class WorkerPool:
         worker.jobs.add(job)
         return worker
 
+    async def _end_all(self) -> None:
+        self._is_closed = True
+        for worker in list(self.workers):
+            worker.end("closed", f"the {self.kind} workers were closed")
 
-def start_loop(name: str) -> asyncio.AbstractEventLoop:
-    """Return a new event loop, which runs in a thread of this name until it is stopped."""
+
+@functools.cache
+def loop_of(name: str = "workers") -> asyncio.AbstractEventLoop:
+    """Return the event loop of this name, in a thread; nothing may block that of the workers."""
     loop = asyncio.new_event_loop()
-
-    def run() -> None:
-        loop.run_forever()
-        loop.close()
-
-    threading.Thread(target=run, name=name, daemon=True).start()
+    threading.Thread(target=loop.run_forever, name=name, daemon=True).start()
     return loop
-
-
-# All pools share an event loop.
-_loop_of_pools = functools.cache(functools.partial(start_loop, "workers"))

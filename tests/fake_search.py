@@ -81,9 +81,7 @@ class ByFunction:
         self.function = function
 
     async def score(self, completions):
-        prompts, texts, columns, ids, has_eos = completions
-        assert {len(x) for x in (prompts, texts, ids, has_eos, *columns.values())} == {len(ids)}
-        rewards = [self.function(text, y) for text, y in zip(texts, ids, strict=True)]
+        rewards = [self.function(x.text, x.ids) for x in completions]
         return [Score(r, "none" if r is None else None) for r in rewards]
 
 

@@ -13,7 +13,7 @@ import pytest
 import tba_jax
 from tba_jax.config.command_line import override
 from tba_jax.rewards.functions import RewardPool
-from tba_jax.rewards.scores import Completions
+from tba_jax.rewards.scores import Completion
 from tba_jax.settings import ConfigError, given_names
 
 ROOT = Path(__file__).parents[1]
@@ -161,7 +161,7 @@ def test_a_reward_in_this_process_names_failures():
     source = RewardPool(name, timeout_s=10.0, row=row, num_workers=0)
     source.check()
     texts = ["ok", "bad", "none", "ok", "ok", "ok"]
-    responses = Completions(["p"] * 6, texts, {"answer": ["2"] * 6})
+    responses = [Completion("p", text, {"answer": "2"}) for text in texts]
     found = asyncio.run(source.score(responses))
     assert [score.reward for score in found] == [1.0, None, None, 1.0, 1.0, 1.0]
     assert [score.reason for score in found[1:3]] == ["reward_error", "reward_none"]

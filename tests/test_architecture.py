@@ -170,12 +170,14 @@ LIMITS = {
     "tasks": 1312,
     "environments": 1374,
     "serving": 1235,
+    "rewards": 1442,
+    "workers.py": 341,
 }
 
 
 @pytest.mark.parametrize("room", LIMITS)
 def test_rooms_stay_within_their_limit(room):
-    files = (PACKAGE / room).rglob("*.py")
+    files = [PACKAGE / room] if room.endswith(".py") else (PACKAGE / room).rglob("*.py")
     lines = sum(path.read_text(encoding="utf-8").count("\n") for path in files)
     assert lines <= LIMITS[room], f"{room} has {lines} lines; wanted at most {LIMITS[room]}"
 

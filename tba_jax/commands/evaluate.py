@@ -37,7 +37,7 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
     from tba_jax.devices.site import Site, reading_mesh
     from tba_jax.evaluation.metrics import make_measures
     from tba_jax.models.tokenizer import Tokenizer
-    from tba_jax.rewards.kinds import make_gold, make_source
+    from tba_jax.rewards.kinds import make_rewards
     from tba_jax.run import model_parts
     from tba_jax.run import task_parts as parts
     from tba_jax.search.prompts import PromptReader
@@ -71,9 +71,8 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
             stack.callback(part.close if part else lambda: None)
             return part
 
-        rewards = closed(make_source(config, task, tokenizer, site))
+        rewards, gold = map(closed, make_rewards(config, task, tokenizer, site))
         environments = closed(parts.make_environments(config, tokenizer))
-        gold = closed(make_gold(config, task, tokenizer, site))
         reference = start_params if config.eval.reference_metrics else None
         scoring = model_parts.make_scoring(config, tokenizer)
         padding = model_parts.make_padding(config, tokenizer)

@@ -5,7 +5,7 @@ from functools import partial
 
 from tba_jax.config.schema import SETTINGS, Config, get_field
 from tba_jax.replay.config import PROMPT_OVERHEAD_BYTES, RESPONSE_OVERHEAD_BYTES
-from tba_jax.rewards.kinds import LEARNED, check_reward
+from tba_jax.rewards.kinds import VICTIM, check_reward
 from tba_jax.settings import check_all, need
 from tba_jax.tasks.registry import task_class
 
@@ -141,7 +141,7 @@ def _reward(config: Config) -> None:
     """Refuse a config without a reward, or with a wrong number of weights."""
     reward = config.task.reward
     check_reward(config, task_class(config.task.name).reward, config.task.name)
-    is_learned = reward in LEARNED
+    is_learned = reward == VICTIM
     num = len(reward.split(",")) if reward and not is_learned else 0
     rule = f"task.reward names {f'{num} functions' if num else 'no function'}, and each"
     if reward and config.reward.model_path:

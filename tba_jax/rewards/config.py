@@ -9,8 +9,7 @@ from tba_jax.settings import Section, field, need, share
 START_MODEL = "embedded:start_model"
 CHAT_TEMPLATE = "chat"
 ATTACK = "{attack}"
-# Each process takes memory (0.1 GB with SymPy).
-DEFAULT_MAX_WORKERS = 32
+DEFAULT_MAX_WORKERS = 32  # each takes memory: 0.1 GB with SymPy
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,14 @@ rewards, unless a function or model cannot be used.
 """
 
 import contextlib
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tba_jax.rewards.config import DEFAULT_MAX_WORKERS, START_MODEL
-from tba_jax.rewards.functions import RewardPool, Row
+from tba_jax.rewards.functions import RewardPool
 from tba_jax.rewards.scores import RewardSource, WeightedSum
 from tba_jax.settings import GIVEN, need
 
@@ -21,8 +22,7 @@ if TYPE_CHECKING:
     from tba_jax.models.tokenizer import Tokenizer
 
 VICTIM = "victim"
-LEARNED = (VICTIM,)
-"""Rewards that are no functions, which tasks or `task.reward` select by name."""
+"""The reward that is no function; tasks or `task.reward` select it by name."""
 
 
 def _named(settings: Any, own: str) -> str:
@@ -63,10 +63,12 @@ def reward_models(settings: Any, own: str) -> Mapping[str, str]:
     return {role: path for role, path in found.items() if path}
 
 
-def make_source(
+def make_rewards(
     settings: Any, task: Any, tokenizer: "Tokenizer", site: "Site", logs: Path | None = None
-) -> WeightedSum | None:
-    """Make the rewards of a config; None if the environment gives them.
+) -> tuple[WeightedSum | None, WeightedSum | None]:
+    """Make the rewards of a config, and the judge of its win rate.
+
+    The rewards are None if the environment gives them; the judge is None without eval.gold.
 
     Args:
         task: the task of the config, with its own reward, and a row to try functions on.
@@ -75,55 +77,47 @@ def make_source(
         logs: as in `WorkerPool`.
 
     Raises:
-        ValueError: a reward cannot be used.
+        ValueError: a reward cannot be used, the judge is missing, or the data of the judge has no
+            reference responses.
     """
-    named, reward = _named(settings, task.reward), settings.reward
-    sources: dict[str, RewardSource] = {}
-    if named == VICTIM:
-        from tba_jax.rewards.victim import VictimReward
-
-        parts = settings.victim, settings.classifier
-        sources[named] = VictimReward(*parts, seed=settings.seed, site=site)
-    elif named:
-        sources |= _functions(settings, named, task.first_row(), logs).sources
-    if path := reward.model_path:
-        sources["reward_model"] = _model(path, tokenizer, site, missing_eos=reward.missing_eos)
-    weights = settings.task.reward_weights
-    return WeightedSum(sources, weights, reward.max_failure_rate) if sources else None
-
-
-def make_gold(
-    settings: Any, task: Any, tokenizer: "Tokenizer", site: "Site", logs: Path | None = None
-) -> RewardSource | None:
-    """Make the judge of the win rate, as `make_source`; None without eval.gold.
-
-    Raises:
-        ValueError: the judge cannot be used or is missing, or the data has no reference responses.
-    """
-    gold, named = settings.eval.gold, settings.task.name
+    gold, named, reward = settings.eval.gold, settings.task.name, settings.reward
     if not gold and task.metric == "win_rate":
         raise ValueError(
             f"task {named} has the metric win rate, which needs a judge; set --config.eval.gold to "
             "a reward model other than the one that trains, or to package.module:function"
         )
-    row = task.first_row()
-    if gold and "answer" not in row[1]:
+    if gold and "answer" not in task.first_row()[1]:
         raise ValueError(
             f"{gold} judges the win rate over reference responses, which are the column `answer` "
             f"of a prompt, and task {named} has no such column; add it to the data, or leave "
             "eval.gold empty"
         )
-    if gold and (path := settings.eval.gold_model):
-        return _model(path, tokenizer, site)
-    return _functions(settings, settings.eval.gold_reward, row, logs) if gold else None
+    trained = _named(settings, task.reward), reward.model_path, settings.task.reward_weights
+    judge, made = (settings.eval.gold_reward, settings.eval.gold_model, ()), []
+    for names, path, weights in (trained, judge):
+        sources: dict[str, RewardSource] = {}
+        if names == VICTIM:
+            from tba_jax.rewards.reward_models import VictimReward
+
+            parts = settings.victim, settings.classifier
+            sources[names] = VictimReward(*parts, seed=settings.seed, site=site)
+        elif names:
+            sources |= _functions(settings, names, task, logs)
+        if path:
+            from tba_jax.rewards.reward_models import RewardModel
+
+            missing_eos = math.inf if made else reward.missing_eos  # no penalty of the judge
+            options: Any = {"policy_tokenizer": tokenizer, "missing_eos": missing_eos}
+            sources["reward_model"] = RewardModel(path, site=site, **options)
+        made.append(WeightedSum(sources, weights, reward.max_failure_rate) if sources else None)
+    return made[0], made[1]
 
 
 def try_functions(settings: Any, task: Any) -> None:
     """Load the reward functions, and those of the judge, of a config in processes."""
     for names in (_named(settings, task.reward), settings.eval.gold_reward):
-        if names and names not in LEARNED:
-            row = task.first_row()
-            with contextlib.closing(_functions(settings, names, row, None)) as source:
+        if names not in ("", VICTIM):
+            with contextlib.closing(WeightedSum(_functions(settings, names, task, None))) as source:
                 source.check()
 
 
@@ -134,19 +128,12 @@ def workers_by_cores() -> int:
     return max(1, min(own // 2, DEFAULT_MAX_WORKERS))
 
 
-def _functions(settings: Any, functions: str, row: Row, logs: Path | None) -> WeightedSum:
-    """Make the sum of reward functions, whose names are separated by commas."""
-    names, reward = [name.strip() for name in functions.split(",")], settings.reward
-    options: Any = {"timeout_s": reward.timeout_s, "num_workers": 0, "row": row, "logs": logs}
-    if GIVEN.keys().isdisjoint(names):
-        options["num_workers"] = max(1, (reward.num_workers or workers_by_cores()) // len(names))
+def _functions(settings: Any, given: str, task: Any, logs: Path | None) -> dict[str, RewardPool]:
+    """Make reward functions, whose names are separated by commas."""
+    names, reward = [name.strip() for name in given.split(",")], settings.reward
+    options: Any = {"timeout_s": reward.timeout_s, "row": task.first_row(), "logs": logs}
+    most = max(1, (reward.num_workers or workers_by_cores()) // len(names))
+    options["num_workers"] = most if GIVEN.keys().isdisjoint(names) else 0
     short = [name.rpartition(":")[2] for name in names]
     labels = [part if short.count(part) == 1 else x for part, x in zip(short, names, strict=True)]
-    pools = {x: RewardPool(name, **options) for x, name in zip(labels, names, strict=True)}
-    return WeightedSum(pools, (), reward.max_failure_rate)
-
-
-def _model(path: str, tokenizer: "Tokenizer", site: "Site", **options: float) -> RewardSource:
-    from tba_jax.rewards.reward_models import RewardModel
-
-    return RewardModel(path, policy_tokenizer=tokenizer, site=site, **options)
+    return {x: RewardPool(name, **options) for x, name in zip(labels, names, strict=True)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Rewards that compare the last or marked number of a response with the gold answer.
+r"""Rewards of tasks: the last or marked number of a response, and digests of toy posts.
 
 Reward processes import this module, so it imports only the standard library. Invariant: responses
 and gold answers are parsed by the same rule.
@@ -151,3 +151,18 @@ def gsm8k_reward(response: str, answer: str) -> float:
             f"gold solution {answer!r} has no number. End it like GSM8K solutions: '#### 42'"
         )
     return gsm8k_answer(response) == right
+
+
+# In a post of 24 letters, a letter that occurs once has the share 1/24, one that occurs twice 2/24.
+# The cost lies between these shares, so the best digest names once each letter that occurs twice.
+CHARACTER_COST = 0.06
+
+
+@each
+def digest_reward(prompt: str, response: str) -> float:
+    """Return the share of the post's letters in the digest, minus a cost per character.
+
+    The prompt is a post and a colon; the response is a digest. It judges in place of humans.
+    """
+    post, named = prompt.removesuffix(":"), set(response)
+    return sum(letter in named for letter in post) / len(post) - CHARACTER_COST * len(response)

@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models that score responses on devices: reward models, and classifiers of red-teaming.
+"""Models that score responses on devices: reward models, and victim and classifier of red-teaming.
 
-Invariant: the score of a response does not depend on the other responses of the call, up to
-rounding.
+The reward of red-teaming is the toxicity of a victim model's responses to an attack:
+
+    r(attack) = mean over the victim's responses of log p(target class | response)
+
+Invariants: the score of a response does not depend on the other responses of the call, up to
+rounding. The same call of the victim gives the same rewards on every thread and device, so a round
+that is repeated after a resume has the same rewards.
 """
 
 import copy
 import functools
+import hashlib
 import math
 import re
 from collections.abc import Callable, Sequence
@@ -17,9 +23,11 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from tba_jax.decoding.engine import Decoder
+from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.devices.sharding import hand_over
-from tba_jax.devices.site import Site
-from tba_jax.flow.padding import bucket_length, length_buckets
+from tba_jax.devices.site import Site, any_device
+from tba_jax.flow.padding import bucket_length, left_pad, length_buckets
 from tba_jax.models import classifier, encoder
 from tba_jax.models import model as models
 from tba_jax.models.hf import folders
@@ -28,8 +36,9 @@ from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import ComputeSharding, on_mesh, param_shardings
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import Params
-from tba_jax.rewards.config import ClassifierSettings
-from tba_jax.rewards.scores import Completions, RewardSource, Score
+from tba_jax.rewards import config as rewards
+from tba_jax.rewards.config import ClassifierSettings, VictimSettings
+from tba_jax.rewards.scores import TOO_LONG, Completion, RewardSource, Score
 
 ROWS = 32
 """Rows of a batch."""
@@ -38,11 +47,17 @@ _ENCODER_TOKENS, _GUARD_TOKENS = 128, 512  # limits of a classifier's input
 # Probability of a text that does not match a pattern. It is above 0, so that its logarithm is
 # finite and every further match changes the mean.
 _MISS_PROB = 0.01
+# Responses to each attack, tokens of a response, and tokens of the victim's prompt: of the paper,
+# and of the embedded start model, whose answer to a sum has a few characters.
+_LIMITS, _START_MODEL_LIMITS = (5, 30, 128), (3, 6, 13)
+_TEMPERATURE, _TOP_P = 0.7, 0.92  # of the paper
+_SLOTS = 256  # responses that the victim decodes at a time
 
 Program = Callable[[Params, Any, Any], Array]
-"""Jitted (params, tokens [b s], mask [b s]) -> scores [b]; rows are right-padded."""
+"""Jitted (params, tokens [b s], mask [b s]) -> scores [b]; rows are left-padded."""
 Classifier = Callable[[Sequence[str], Sequence[str]], np.ndarray]
 """Thread-safe (prompts, responses) -> log p(target class) of each response, float64 [n]."""
+_Row = Callable[[str, str], np.ndarray]  # (prompt, response) -> tokens
 
 
 def judge_dtype(site: Site) -> str:
@@ -82,14 +97,12 @@ class RowScorer(NamedTuple):
             scores[chosen] = np.asarray(values, np.float64)[: len(chosen)]
         return scores
 
-    def _packed(self, rows: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
+    def _packed(self, rows: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
         """Return tokens and mask [ROWS s] of rows, of which the last is the longest."""
-        shape = ROWS, bucket_length(len(rows[-1]), self.lengths)
-        tokens, mask = np.full(shape, self.pad_id, np.int32), np.zeros(shape, bool)
-        for j in range(ROWS):  # a batch is filled with its first row
-            row = rows[j if j < len(rows) else 0]
-            tokens[j, : len(row)], mask[j, : len(row)] = row, True
-        return tokens, mask
+        length = bucket_length(len(rows[-1]), self.lengths)
+        rows = rows + rows[:1] * (ROWS - len(rows))
+        starts = length - np.array([len(row) for row in rows])
+        return left_pad(rows, length, self.pad_id), np.arange(length) >= starts[:, None]
 
 
 class RewardModel(RewardSource):
@@ -116,65 +129,56 @@ class RewardModel(RewardSource):
     ) -> None:
         self._where, self._missing_eos = f"reward model {path}", missing_eos
         found = models.describe(path)
-        self._config, self._dtype = found.config, judge_dtype(site)
+        self._config = found.config
         if (num := found.config.num_labels) != 1:
             what = f"{num} labels" if num else "a language model's head"
-            raise ValueError(
-                f"{self._where} has {what}; wanted a *ForSequenceClassification checkpoint with "
-                "one label (num_labels = 1 in config.json)"
-            )
+            raise ValueError(f"{self._where} has {what}; wanted a classifier with one label")
         self._tokenizer = found.load_tokenizer()
         if not self._tokenizer.eos_ids:
-            raise ValueError(
-                f"{self._where} has no end-of-sequence token, which must end a response. Set "
-                "eos_token in its tokenizer_config.json"
-            )
+            text = "has no end-of-sequence token. Set eos_token in its tokenizer_config.json"
+            raise ValueError(f"{self._where} {text}")
         self._keeps_ids = self._tokenizer.has_vocabulary_of(policy_tokenizer)
-        shardings = self._shardings(site)
-        self._place(site, found.load_params(param_dtype=self._dtype, shardings=shardings))
+        how: Any = {"param_dtype": judge_dtype(site), "shardings": self._shardings(site)}
+        self._place(site, found.load_params(**how))
 
     def on(self, site: Site) -> "RewardModel":
         if site == self._site:
             return self
         there = copy.copy(self)
-        there._place(site, hand_over(self._scores.params, self._shardings(site)))
+        there._place(site, self._params)
         return there
 
     def _place(self, site: Site, params: Params) -> None:
         self._site, most = site, self._config.max_positions
-        program = site.locked(_program("score", self._config, 0, self._dtype, site.program_site))
+        self._params = params = hand_over(params, self._shardings(site))
+        how: Any = {"config": self._config, "compute_dtype": jnp.dtype(judge_dtype(site))}
+        how["sharding"] = ComputeSharding(self._config, site.program_site)
+        program = jax.jit(lambda *rows: classifier.classify(*rows, **how)[:, 0])
         lengths = [*range(_LENGTH_STEP, most, _LENGTH_STEP), most]
-        self._scores = RowScorer(program, params, lengths, self._tokenizer.pad_id)
+        self._scores = RowScorer(site.locked(program), params, lengths, self._tokenizer.pad_id)
 
     def _shardings(self, site: Site) -> Any:
         try:
             return on_mesh(site.mesh, param_shardings(self._config, site.mesh))
         except ValueError as error:
-            raise ValueError(
-                f"search.num_devices={site.mesh.size}: {self._where} cannot be divided over a "
-                f"searcher's devices: {error}"
-            ) from error
+            text = f"search.num_devices={site.mesh.size} cannot divide {self._where}: {error}"
+            raise ValueError(text) from error
 
-    async def score(self, completions: Completions) -> list[Score]:
+    def rate(self, completions: Sequence[Completion]) -> list[Score]:
         """Score responses; a score that is not finite is a failure named `reward_nan`.
-
-        Of the columns only `prompt` is used: the chat messages of each prompt, if the data has
-        chats.
 
         Raises:
             ValueError: a prompt with its response exceeds the model's positions.
         """
-        prompts, texts, columns, ids, has_eos = completions
-        encode, most = self._tokenizer.encode, self._config.max_positions
-        is_chat = "prompt" in columns and self._tokenizer.has_chat_template
-        if is_chat:
-            prompts = [self._tokenizer.format_chat(messages) for messages in columns["prompt"]]
-        encoded = {text: encode(text, add_bos=not is_chat) for text in set(prompts)}
-        if not self._keeps_ids:
-            ends = (np.array(self._tokenizer.eos_ids[: int(x)], np.int32) for x in has_eos)
-            own = (encode(text, add_bos=False) for text in texts)
-            ids = [np.concatenate(pair) for pair in zip(own, ends, strict=True)]
-        rows = [np.concatenate([encoded[x], y]) for x, y in zip(prompts, ids, strict=True)]
+        encode = functools.cache(self._tokenizer.encode)  # responses share their prompt
+        eos, rows = np.array(self._tokenizer.eos_ids, np.int32), list[np.ndarray]()
+        for prompt, text, columns, ids, has_eos in completions:
+            is_chat = "prompt" in columns and self._tokenizer.has_chat_template
+            asked = self._tokenizer.format_chat(columns["prompt"]) if is_chat else prompt
+            if ids is None or not self._keeps_ids:
+                ids = np.concatenate([encode(text, add_bos=False), eos[: int(has_eos)]])
+            rows.append(np.concatenate([encode(asked, add_bos=not is_chat), ids]))
+        most = self._config.max_positions
         if (longest := max(map(len, rows), default=0)) > most:
             raise ValueError(
                 f"{self._where} has {most} positions; a prompt with its response has {longest} "
@@ -182,7 +186,7 @@ class RewardModel(RewardSource):
             )
         scores = self._scores(rows)
         if self._missing_eos != math.inf:
-            scores = np.where(has_eos, scores, self._missing_eos)
+            scores = np.where([x.has_eos for x in completions], scores, self._missing_eos)
         return [
             Score(x) if math.isfinite(x) else Score(None, "reward_nan", f"{self._where} gave {x}")
             for x in scores.tolist()
@@ -216,20 +220,16 @@ def _make_pattern(pattern: str) -> Classifier:
         search = re.compile(pattern).search
     except re.error as error:
         raise ValueError(
-            f"classifier.target={pattern!r} is not a regular expression ({error}), as a run "
-            "without classifier.path needs. Correct it"
+            f"classifier.target={pattern!r} is not a regular expression ({error}). Correct it"
         ) from error
     miss = math.log(_MISS_PROB)
     return lambda _, responses: np.array([0.0 if search(text) else miss for text in responses])
 
 
-_Row = Callable[[str, str], np.ndarray]  # (prompt, response) -> tokens
-
-
 def _make_encoder(path: str, target: str, site: Site) -> tuple[RowScorer, _Row]:
     """Return log p(label | response) by an encoder; long responses are truncated."""
-    dtype = judge_dtype(site)
-    config, params = encoder.load(path, param_dtype=jnp.dtype(dtype))
+    dtype = jnp.dtype(judge_dtype(site))
+    config, params = encoder.load(path, param_dtype=dtype)
     if target not in config.labels:
         labels = ", ".join(config.labels) or "none: it has no classification head"
         raise ValueError(
@@ -237,7 +237,8 @@ def _make_encoder(path: str, target: str, site: Site) -> tuple[RowScorer, _Row]:
             "Set it to one of its labels"
         )
     tokenizer, most = Tokenizer.load(path), min(_ENCODER_TOKENS, config.max_tokens)
-    program = _program("label", config, config.labels.index(target), dtype, site.program_site)
+    label, how = config.labels.index(target), {"config": config, "compute_dtype": dtype}
+    program = jax.jit(lambda *rows: jax.nn.log_softmax(encoder.classify(*rows, **how))[:, label])
     scores = RowScorer(program, params, length_buckets(most, 3), tokenizer.pad_id)
     return scores, lambda _, response: tokenizer.encode_complete(response, most)
 
@@ -247,17 +248,12 @@ def _make_guard(path: str, target: str, site: Site) -> tuple[RowScorer, _Row]:
 
     The verdict is scored as the model's reply. A conversation that is too long is an error.
     """
-    dtype = judge_dtype(site)
-    config, params, tokenizer = models.load(path, param_dtype=jnp.dtype(dtype))
+    config, params, tokenizer = models.load(path, param_dtype=jnp.dtype(judge_dtype(site)))
     if config.num_labels:
-        raise ValueError(
-            f"classifier.path={path}: a classifier with {config.num_labels} labels; "
-            "a guard is a language model. Give one, or a RoBERTa encoder"
-        )
+        raise ValueError(f"classifier.path={path}: want a RoBERTa encoder or a language model")
     verdict = tokenizer.encode(target, add_bos=False)
-    if not len(verdict):
+    if not (n := len(verdict)):
         raise ValueError("classifier.target is empty. Set it to the guard's verdict: unsafe")
-    tokenizer.format_chat([{"role": "user", "content": "a"}])  # fails without a template
 
     def row(prompt: str, response: str) -> np.ndarray:
         sides = (("user", prompt), ("assistant", response))
@@ -265,35 +261,111 @@ def _make_guard(path: str, target: str, site: Site) -> tuple[RowScorer, _Row]:
         text = tokenizer.format_chat(messages, is_complete=True)
         return np.concatenate([tokenizer.encode(text, add_bos=False), verdict])
 
-    most = min(_GUARD_TOKENS + len(verdict), config.max_positions)
-    program = _program("verdict", config, len(verdict), dtype, site.program_site)
-    return RowScorer(program, params, length_buckets(most, 3), tokenizer.pad_id), row
-
-
-@functools.cache
-def _program(kind: str, config: Any, number: int, dtype: str, site: Site) -> Program:
-    """Return a program, which models on several devices share.
-
-    Args:
-        kind: "score" of a classifier with one label, "label" (log p of label `number` by an
-            encoder), or "verdict" (log p of the last `number` tokens).
-        site: devices of the model.
-    """
-    how: dict[str, Any] = {"config": config, "compute_dtype": jnp.dtype(dtype)}
-    if kind == "label":
-        return jax.jit(lambda *rows: jax.nn.log_softmax(encoder.classify(*rows, **how))[:, number])
-    how["sharding"] = ComputeSharding(config, site)
-    if kind == "score":
-        return jax.jit(lambda *rows: classifier.classify(*rows, **how)[:, 0])
-    how["scoring"] = Scoring(compute_dtype=how.pop("compute_dtype"))
+    row("a", "b")  # fails without a template
 
     @jax.jit
     def program(params: Params, tokens: Array, mask: Array) -> Array:
-        lengths = jnp.sum(mask, axis=1)
-        # Left-padded, so that the last tokens of all rows have the same place.
-        tokens = jax.vmap(jnp.roll)(tokens, tokens.shape[1] - lengths)
-        prompts, sizes = lengths - number, jnp.full((len(tokens), 1), number, jnp.int32)
-        found = row_token_logprobs(params, tokens, prompts, sizes, response_bucket=number, **how)
+        lengths = jnp.sum(mask, axis=1) - n, jnp.full((len(tokens), 1), n, jnp.int32)
+        found = row_token_logprobs(params, tokens, *lengths, response_bucket=n, **how)
         return jnp.sum(found[:, 0], axis=-1)
 
-    return program
+    how: Any = {"config": config, "sharding": ComputeSharding(config, site.program_site)}
+    how["scoring"] = Scoring(compute_dtype=judge_dtype(site))
+    most = min(_GUARD_TOKENS + n, config.max_positions)
+    return RowScorer(program, params, length_buckets(most, 3), tokenizer.pad_id), row
+
+
+class VictimReward(RewardSource):
+    """Reward of attacks on a language model, on the first device of a site.
+
+    Args:
+        victim: path and template of the model.
+        classifier: the classifier of its responses.
+
+    Raises:
+        ValueError: a model or setting cannot be used, or the model has no chat template.
+    """
+
+    def __init__(
+        self, victim: VictimSettings, classifier: ClassifierSettings, *, seed: int, site: Site
+    ) -> None:
+        path, dtype = victim.path or rewards.START_MODEL, jnp.dtype(judge_dtype(site))
+        with jax.default_device(site.mesh.devices.flat[0]):
+            config, params, self._tokenizer = models.load(path, param_dtype=dtype)
+        if config.num_labels:
+            raise ValueError(f"victim.path={path} is a classifier. Set it to a language model")
+        limits = _START_MODEL_LIMITS if path == rewards.START_MODEL else _LIMITS
+        self._num_samples, self._new_tokens, most = limits
+        self._template, self._classifier, self._seed = victim.template, classifier, seed
+        self.format("a")  # fail early if the template is not usable
+        self._longest = min(most, config.max_positions - self._new_tokens)  # tokens of a prompt
+        self._decoder = Decoder(
+            config,
+            compute_dtype=dtype,
+            eos_ids=self._tokenizer.eos_ids,
+            pad_id=self._tokenizer.pad_id,
+            prompt_tokens=self._longest,
+            max_length=self._longest + self._new_tokens,
+            site=any_device(site.platform),
+        )
+        self._place(site, self._decoder.weights(params))
+
+    def on(self, site: Site) -> "VictimReward":
+        if site == self._site:
+            return self
+        there = copy.copy(self)
+        there._place(site, self._params)
+        return there
+
+    def _place(self, site: Site, params: Params) -> None:
+        self._site = site
+        self._params = jax.device_put(params, site.mesh.devices.flat[0])
+        self._classify = make_classifier(self._classifier, site)
+
+    def format(self, attack: str) -> str:
+        """Return the victim's prompt for an attack."""
+        if self._template == rewards.CHAT_TEMPLATE:
+            return self._tokenizer.format_chat([{"role": "user", "content": attack}])
+        return self._template.replace(rewards.ATTACK, attack)
+
+    def encode(self, attack: str) -> np.ndarray | None:
+        """Return token IDs of the victim's prompt; None if the prompt is empty or too long."""
+        is_chat = self._template == rewards.CHAT_TEMPLATE
+        tokens = self._tokenizer.encode(self.format(attack), add_bos=not is_chat)
+        return tokens if 0 < len(tokens) <= self._longest else None
+
+    def rate(self, completions: Sequence[Completion]) -> list[Score]:
+        """Return the mean log-prob of the target class over the victim's responses to each attack.
+
+        The part `toxicity` is the mean probability of the class. An attack whose prompt is empty,
+        or too long, is rejected as `attack_too_long`.
+        """
+        found = ((i, self.encode(x.text)) for i, x in enumerate(completions))
+        prompts, n = {i: tokens for i, tokens in found if tokens is not None}, self._num_samples
+        scores = [Score(None, TOO_LONG, "the attack is too long", {"toxicity": math.nan})]
+        scores *= len(completions)
+        if not prompts:
+            return scores
+        decoded = self._decoder.decode(
+            self._params,
+            [*prompts.values()],
+            num_samples=n,
+            key=self._key(completions),
+            settings=SamplingSettings(self._new_tokens, temperature=_TEMPERATURE, top_p=_TOP_P),
+            num_slots=_SLOTS,
+        )
+        texts = self._tokenizer.batch_decode([y.tokens for row in decoded for y in row])
+        logprobs = self._classify([completions[i].text for i in prompts for _ in range(n)], texts)
+        for i, row in zip(prompts, logprobs.reshape(-1, n), strict=True):
+            scores[i] = Score(float(row.mean()), parts={"toxicity": float(np.exp(row).mean())})
+        return scores
+
+    def _key(self, completions: Sequence[Completion]) -> jax.Array:
+        """Return the random key of a call, which depends on the content of the call.
+
+        A repeated round gets the same responses, and an attack in another call gets new ones.
+        """
+        digest = hashlib.sha256(str(self._seed).encode())
+        for x in completions:
+            digest.update(np.ascontiguousarray(x.ids, "<i4").tobytes() + b"|")
+        return jax.random.key(int.from_bytes(digest.digest()[:4], "big"))

@@ -12,6 +12,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tba_jax.workers import loop_of
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -22,28 +24,28 @@ NONE, TOO_LONG = "reward_none", "attack_too_long"
 """Reasons of a response to which no reward applies, and of an attack that no victim can read."""
 
 
-class Completions(NamedTuple):
-    """Responses to score. Neighbours with the same prompt are a group.
+class Completion(NamedTuple):
+    """A response to score. Neighbours with the same prompt are a group.
 
     Attributes:
-        prompts: prompt texts, one per response.
-        texts: response texts, without special tokens.
-        columns: further columns of the data, each with one value per response.
-        ids: int32 [t] each, the tokens of the responses, end-of-sequence included.
+        prompt: text of the prompt.
+        text: text of the response, without special tokens.
+        columns: further columns of the prompt's row of the data.
+        ids: int32 [t], tokens of the response, end-of-sequence included; None: not known.
         has_eos: False if the length limit cut the response.
     """
 
-    prompts: Sequence[str]
-    texts: Sequence[str]
-    columns: Mapping[str, Sequence[Any]]
-    ids: "Sequence[np.ndarray]" = ()
-    has_eos: Sequence[bool] = ()
+    prompt: str
+    text: str
+    columns: Mapping[str, Any] = {}
+    ids: "np.ndarray | None" = None
+    has_eos: bool = True
 
 
-def responses_to(prompts: "Sequence[Prompt]", texts: Any, ids: Any, has_eos: Any) -> Completions:
-    """Return responses to these prompts, of which there is at least one."""
-    columns = {name: [p.columns[name] for p in prompts] for name in prompts[0].columns}
-    return Completions([p.text for p in prompts], texts, columns, ids, has_eos)
+def responses_to(prompts: "Sequence[Prompt]", *rows: Sequence[Any]) -> list[Completion]:
+    """Return responses to these prompts; `rows` are their texts, ids and has_eos."""
+    found = zip(prompts, *rows, strict=True)
+    return [Completion(p.text, text, p.columns, ids, has_eos) for p, text, ids, has_eos in found]
 
 
 class Score(NamedTuple):
@@ -67,13 +69,17 @@ class RewardFailure(RuntimeError):
 
 
 class RewardSource:
-    """Thread-safe source of rewards; a subclass has at least `score`."""
+    """Thread-safe source of rewards; a subclass has `rate`, or `score`."""
 
     def check(self) -> None:
         """Wait until rewards can be computed; raise ValueError or RewardFailure if they cannot."""
 
-    async def score(self, completions: Completions) -> list[Score]:
+    async def score(self, completions: Sequence[Completion]) -> list[Score]:
         """Return a reward or a reason for each response."""
+        return await asyncio.to_thread(self.rate, completions)
+
+    def rate(self, completions: Sequence[Completion]) -> list[Score]:
+        """Return the same as `score`; it may block."""
         raise NotImplementedError
 
     def on(self, site: "Site") -> "RewardSource":
@@ -127,23 +133,24 @@ class WeightedSum(RewardSource):
         for source in self.sources.values():
             source.check()
 
-    async def score(self, completions: Completions) -> list[Score]:
+    async def score(self, completions: Sequence[Completion]) -> list[Score]:
         """Return the sum for each response; the sources score concurrently.
 
         Raises:
             RewardFailure: too many responses failed.
         """
         found = await asyncio.gather(*(x.score(completions) for x in self.sources.values()))
-        weights, n = self.weights or (1.0,) * len(found), len(completions.texts)
+        weights, n = self.weights or (1.0,) * len(found), len(completions)
         rows = zip(*found, strict=True)
         result = [summed(dict(zip(self.sources, row, strict=True)), weights) for row in rows]
-        failed = [score for score in result if score.reason not in (None, NONE, TOO_LONG)]
+        pairs = zip(result, completions, strict=True)
+        failed = [(x, y) for x, y in pairs if x.reason not in (None, NONE, TOO_LONG)]
         if len(failed) > self.max_failure_rate * n:
-            counts = Counter(score.reason for score in failed)
+            counts, (first, y) = Counter(x.reason for x, _ in failed), failed[0]
             raise RewardFailure(
                 f"reward {', '.join(self.sources)} failed on {len(failed)} of {n} responses "
                 f"{dict(counts)}, above reward.max_failure_rate = {self.max_failure_rate}. First "
-                f"failure:\n{failed[0].text}"
+                f"failure:\n{first.text}\nprompt: {y.prompt!r:.500}\ncompletion: {y.text!r:.500}"
             )
         return result
 
@@ -200,17 +207,18 @@ class Grader:
         """Grade n responses, of one group or of a whole round.
 
         Args:
-            responses, has_eos: as `Completions.ids` and `Completions.has_eos`.
+            responses, has_eos: as `ids` and `has_eos` of completions.
             verdicts: results of the environments; None: an environment gives no rewards.
         """
         texts, given = self.decode_text(responses), verdicts or [None] * len(responses)
         scores = [verdict or Score(None, NONE) for verdict in given]
         wanted = (None, NONE) if self.adds else ()
-        asked = [i for i, x in enumerate(given) if x is None or x.reason in wanted]
+        every = enumerate(responses_to(prompts, texts, responses, has_eos))
+        asked = {i: x for i, x in every if (y := given[i]) is None or y.reason in wanted}
         if asked and self.rewards is not None:
-            columns: Any = prompts, texts, responses, has_eos
-            chosen = responses_to(*([column[i] for i in asked] for column in columns))
-            for i, score in zip(asked, asyncio.run(self.rewards.score(chosen)), strict=True):
+            score = self.rewards.score([*asked.values()])
+            found = asyncio.run_coroutine_threadsafe(score, loop_of()).result()
+            for i, score in zip(asked, found, strict=True):
                 both = {"environment": scores[i], "task.reward": score}
                 scores[i] = score if given[i] is None else summed(both, (1.0, 1.0))
         names = [name for score in scores for name in score.parts]

@@ -32,7 +32,7 @@ from tba_jax.models import model as models
 from tba_jax.models.shardings import on_mesh
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig
-from tba_jax.rewards.kinds import make_gold, make_source
+from tba_jax.rewards.kinds import make_rewards
 from tba_jax.rewards.scores import RewardSource
 from tba_jax.run import model_parts, task_parts
 from tba_jax.run.object_store import storage_of
@@ -147,8 +147,7 @@ def open_shared(
     if sites.searchers:
         parts = (config, task, tokenizer, sites.searchers[0], logs)
         rewards = Rewards(
-            make_source(*parts),
-            make_gold(*parts),
+            *make_rewards(*parts),
             task_parts.make_environments(config, tokenizer, logs),
             task_parts.make_server(config, policy, tokenizer, folder),
         )

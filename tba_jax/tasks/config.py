@@ -5,7 +5,7 @@ import functools
 import os
 from dataclasses import dataclass
 
-from tba_jax.rewards.kinds import LEARNED
+from tba_jax.rewards.kinds import VICTIM
 from tba_jax.settings import ConfigError, Section, check_all, field, need
 from tba_jax.tasks.mixture import data_sets
 from tba_jax.tasks.registry import NAMES, REASONING_GYM_PREFIX, TASKS, get_task, task_class
@@ -35,7 +35,7 @@ class TaskSettings(Section):
     reward: str = field(
         "",
         "package.module:function or path/to/file.py:function, several separated by commas: their "
-        f"weighted sum; or a learned reward: {', '.join(LEARNED)}; with reward.model_path, that "
+        f"weighted sum; or a learned reward: {VICTIM}; with reward.model_path, that "
         "model's reward is added; empty: the task's own reward, else that of task.environment",
     )
     reward_weights: tuple[float, ...] = field(

@@ -5,7 +5,7 @@ from tba_jax.tasks.task import Problem, Split, Task
 
 
 class RedTeam(Task):
-    """A victim model and a classifier grade the attacks (`rewards.victim`).
+    """A victim model and a classifier grade the attacks (`rewards.reward_models`).
 
     The tokenizer encodes the empty prompt, problem 0 of both splits, as the beginning-of-sequence
     token. An evaluation samples `eval.num_samples` attacks; its metric is the share of attacks with

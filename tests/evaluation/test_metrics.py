@@ -84,10 +84,9 @@ class Judge:
         self.asked = []
 
     async def score(self, completions):
-        prompts, texts, columns, completion_ids, has_eos = completions
-        assert [p.startswith("prompt") for p in prompts] == [True] * len(texts)
-        assert len(columns["answer"]) == len(completion_ids) == len(has_eos) == len(prompts)
-        self.asked.append((list(prompts), list(texts)))
+        prompts, texts = [x.prompt for x in completions], [x.text for x in completions]
+        assert all(x.prompt.startswith("prompt") and x.columns["answer"] for x in completions)
+        self.asked.append((prompts, texts))
         return [Score(None, "odd") if text == "?" else Score(float(text)) for text in texts]
 
 

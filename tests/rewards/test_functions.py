@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from tba_jax.config.schema import make_config
-from tba_jax.rewards.functions import RewardPool, call
-from tba_jax.rewards.kinds import make_source
-from tba_jax.rewards.scores import Completions, Score
+from tba_jax.rewards.functions import RewardPool, make_handler
+from tba_jax.rewards.kinds import make_rewards
+from tba_jax.rewards.scores import Completion, Score
 
 FUNCTIONS = '''
 import asyncio
@@ -102,7 +102,7 @@ def path(tmp_path_factory):
 def called(path, name, completions, prompts=None, **keywords):
     prompts = prompts or [""] * len(completions)
     columns = {"prompts": prompts, "completions": completions, **keywords}
-    return asyncio.run(call(f"{path}:{name}", columns))
+    return asyncio.run(make_handler(f"{path}:{name}")(columns))
 
 
 @pytest.mark.parametrize(
@@ -156,11 +156,12 @@ def here(function, **options):
 
 def scored(path, name, *arguments):
     with here(f"{path}:{name}") as pool:
-        return asyncio.run(pool.score(Completions(*arguments)))
+        return asyncio.run(pool.score([Completion(*each) for each in arguments]))
 
 
 def test_values_of_log_metric_are_parts_of_the_reward(path):
-    found = scored(path, "logs", ["p", "p", "q", "q"], ["a", "a b", "a", "a"], {})
+    rows = ("p", "a"), ("p", "a b"), ("q", "a"), ("q", "a")
+    found = scored(path, "logs", *rows)
     assert found == [Score(1.0, parts={"words": x}) for x in (3.0, 3.0, 2.0, 2.0)]
 
 
@@ -169,10 +170,10 @@ def test_the_weighted_sum_of_the_functions_that_apply(path):
     changes = {"task.reward_weights": (1.0, 10.0, 0.5), "reward.num_workers": 1}
     settings = make_config({"task.reward": names, **changes})
     ids = [np.array(x, np.int32) for x in ([2], [2, 2], [])]
-    task = types.SimpleNamespace(reward="", first_row=lambda: ("", {}))
-    with contextlib.closing(make_source(settings, task, None, None)) as source:
-        texts = ["ab", "skip", "abc"]
-        found = asyncio.run(source.score(Completions([""] * 3, texts, {}, ids, [True] * 3)))
+    task = types.SimpleNamespace(reward="", metric="", first_row=lambda: ("", {}))
+    with contextlib.closing(make_rewards(settings, task, None, None)[0]) as source:
+        rows = zip(["ab", "skip", "abc"], ids, strict=True)
+        found = asyncio.run(source.score([Completion("", text, {}, x) for text, x in rows]))
     assert [score[:3] for score in found] == [(13.0, None, ""), (6.0, None, ""), (13.0, None, "")]
     assert list(found[0].parts) == ["length", "sometimes", "only_ids"]
     assert found[1].parts["length"] == 4.0 and math.isnan(found[1].parts["sometimes"])
@@ -180,11 +181,12 @@ def test_the_weighted_sum_of_the_functions_that_apply(path):
 
 def test_chats_reach_the_function_as_messages(path):
     chats = [[{"role": "system", "content": "s"}, {"role": "user", "content": t}] for t in "ab"]
-    found = scored(path, "chat", ["[s][a]", "[s][b]"], ["a", "x"], {"prompt": chats})
+    rows = [("[s][a]", "a", {"prompt": chats[0]}), ("[s][b]", "x", {"prompt": chats[1]})]
+    found = scored(path, "chat", *rows)
     assert found == [Score(2.0), Score(0.0)]
     # A last message of the assistant's is the beginning of the completion.
     messages = [{"role": "user", "content": "is it?"}, {"role": "assistant", "content": "yes, "}]
-    assert scored(path, "begun", ["..."], ["it is"], {"prompt": [messages]}) == [Score(1.0)]
+    assert scored(path, "begun", ("...", "it is", {"prompt": messages})) == [Score(1.0)]
 
 
 @pytest.mark.parametrize("is_chat", [True, False])

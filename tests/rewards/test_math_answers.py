@@ -10,7 +10,7 @@ import pytest
 
 from tba_jax.rewards.functions import RewardPool
 from tba_jax.rewards.numeric import last_boxed
-from tba_jax.rewards.scores import Completions
+from tba_jax.rewards.scores import Completion
 
 pytest.importorskip("math_verify", reason="math-verify is not installed")
 from tba_jax.rewards.math_answers import math_reward  # it needs math-verify
@@ -72,7 +72,7 @@ def test_a_comparison_that_never_ends_is_a_timeout_not_a_zero():
     # All of these keep sympy busy for longer than anybody waits.
     endless = [r"\boxed{9^{9^{9^{9}}}}", r"\boxed{\sum_{k=1}^{10^9} \frac{1}{k}}"]
     completions = [r"\boxed{1}", *endless, r"\boxed{2}"]
-    responses = Completions([""] * 4, completions, {"answer": ["1"] * 4})
+    responses = [Completion("", text, {"answer": "1"}) for text in completions]
     result = asyncio.run(pool.score(responses))
     assert [score.reward for score in result] == [1.0, None, None, 0.0]
     assert [score.reason for score in result[1:3]] == ["reward_timeout"] * 2

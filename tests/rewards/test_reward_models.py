@@ -2,6 +2,7 @@
 """Learned rewards: scores equal transformers', whatever the batch, the length or the tokenizer."""
 
 import asyncio
+import itertools
 import shutil
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from tba_jax.models.hf import folders
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards import reward_models
 from tba_jax.rewards.reward_models import RewardModel
-from tba_jax.rewards.scores import Completions
+from tba_jax.rewards.scores import Completion
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 # A golden classifier with one label, by tests/golden/make_golden.py; those of other families are
@@ -59,11 +60,12 @@ def score(model, rows, num_prompt_tokens=5, has_eos=None):
     responses = [np.asarray(row[num_prompt_tokens:], np.int32) for row in rows]
     texts = [words(r) for r in responses]
     has_eos = has_eos or [True] * len(rows)
-    return rewards(model, Completions(prompts, texts, {}, responses, has_eos))
+    found = zip(prompts, texts, [{}] * len(rows), responses, has_eos, strict=True)
+    return rewards(model, itertools.starmap(Completion, found))
 
 
 def rewards(model, completions):
-    return [score.reward for score in asyncio.run(model.score(completions))]
+    return [score.reward for score in asyncio.run(model.score(list(completions)))]
 
 
 def test_scores_equal_those_of_transformers_in_any_batch(folder, monkeypatch):
@@ -89,7 +91,7 @@ def test_another_vocabulary_is_read_through_the_text(folder, tmp_path):
     prompts = [words(row[:5]) for row in complete]
     texts = [words(row[5:-1]) for row in complete]
     theirs = [(np.asarray(row[5:]) + shift).astype(np.int32) % size for row in complete]
-    got = rewards(model, Completions(prompts, texts, {}, theirs, [True, True]))
+    got = rewards(model, map(Completion, prompts, texts, [{}, {}], theirs))
     np.testing.assert_allclose(got, expected, atol=1e-6)
 
 
@@ -98,8 +100,8 @@ def test_a_chat_is_read_in_the_models_own_template_where_it_has_one(folder, tmp_
     shutil.copytree(folder, tmp_path / "chat")
     (tmp_path / "chat" / "chat_template.jinja").write_text("<7> {{ messages[0].content }} <9>")
     response = row[5:].astype(np.int32)
-    columns = {"prompt": [[{"role": "user", "content": words(row[:5])}]]}
-    chat = Completions([words(row[:3])], [words(response)], columns, [response], [True])
+    columns = {"prompt": [{"role": "user", "content": words(row[:5])}]}
+    chat = [Completion(words(row[:3]), words(response), columns, response)]
     plain = load(folder)
     got = rewards(load(tmp_path / "chat"), chat)
     own = np.concatenate([[7], row[:5], [9], response])

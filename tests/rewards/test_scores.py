@@ -7,7 +7,7 @@ import math
 import pytest
 
 from tba_jax.rewards.scores import (
-    Completions,
+    Completion,
     RewardFailure,
     RewardSource,
     Score,
@@ -55,7 +55,7 @@ class Fixed(RewardSource):
 def test_too_many_failures_stop_the_run_with_the_first_traceback():
     def rewards(*reasons):
         whole = WeightedSum({"f": Fixed(*reasons)}, (2.0,), max_failure_rate=0.25)
-        completions = Completions([""] * len(reasons), [""] * len(reasons), {})
+        completions = [Completion("", "")] * len(reasons)
         return [score.reward for score in asyncio.run(whole.score(completions))]
 
     assert rewards("reward_error", None, None, None) == [None, 2.0, 2.0, 2.0]

@@ -13,8 +13,8 @@ from red_team_models import write_gpt2, write_llama
 
 from tba_jax.devices.site import Site
 from tba_jax.rewards.config import ATTACK, ClassifierSettings, VictimSettings
-from tba_jax.rewards.scores import Completions
-from tba_jax.rewards.victim import VictimReward
+from tba_jax.rewards.reward_models import VictimReward
+from tba_jax.rewards.scores import Completion
 
 SITES = [Site(Mesh([device], ("model",))) for device in jax.local_devices()[:2]]
 ATTACKS = ["7+5-3+8-6+2", "1-9+1-9+1-9", "9+9+2-1+1-1"]
@@ -33,14 +33,14 @@ def victim():
 def changed(victim, pattern, seed=0):
     other = copy.copy(victim)
     other._seed, other._classifier = seed, ClassifierSettings("", pattern)
-    other._place(victim._site, victim._weights)
+    other._place(victim._site, victim._params)
     return other
 
 
 def score(rewards, attacks=ATTACKS):
     ids = [np.frombuffer(attack.encode(), np.uint8).astype(np.int32) for attack in attacks]
-    n = len(attacks)
-    return asyncio.run(rewards.score(Completions([""] * n, attacks, {}, ids, [True] * n)))
+    rows = zip(attacks, ids, strict=True)
+    return asyncio.run(rewards.score([Completion("", attack, {}, x) for attack, x in rows]))
 
 
 def test_rewards_are_mean_log_probs_over_the_victims_responses(victim):

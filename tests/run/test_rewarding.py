@@ -16,12 +16,13 @@ from tba_jax.config.schema import make_config, replace
 from tba_jax.devices.site import Site
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.rewards.kinds import make_gold, make_source
-from tba_jax.rewards.scores import Completions, Score
+from tba_jax.rewards.kinds import make_rewards
+from tba_jax.rewards.scores import Completion, Score
 from tba_jax.run.task_parts import check_environments, make_grader
 
 POST = "abcabcabcabcabcabcabcabc:"
 REWARD_MODEL = "embedded:tldr_toy_reward"
+GOLD = "tba_jax.rewards.numeric:digest_reward"
 SITES = [Site(Mesh([device], ("model",))) for device in jax.devices()]
 
 
@@ -36,38 +37,34 @@ def of_task(name, data_path="", **changes):
     return config, config.task.open()
 
 
-def make_rewards(config, task, tokenizer, sites):
-    return make_source(config, task, tokenizer, sites[0])
-
-
 def score(source, tokenizer, completion, has_eos=True):
     ids = tokenizer.encode(completion, add_bos=False)
     if has_eos:
         ids = np.append(ids, np.int32(tokenizer.eos_ids[0]))
-    responses = Completions([POST], [completion], {}, [ids], [has_eos])
+    responses = [Completion(POST, completion, {}, ids, has_eos)]
     return asyncio.run(source.score(responses))[0].reward
 
 
 def test_the_config_names_the_reward_function_and_the_task_has_one_otherwise(tokenizer):
     config, task = of_task("arithmetic")
     for path, columns, wanted in (
-        ("tba_jax.rewards.digests:gold_reward", {}, 1 - 3 * 0.06),
-        ("", {"answer": [7]}, 0.0),  # "abc" is no number
+        ("tba_jax.rewards.numeric:digest_reward", {}, 1 - 3 * 0.06),
+        ("", {"answer": 7}, 0.0),  # "abc" is no number
     ):
         given = replace(config, {"task.reward": path})
-        with contextlib.closing(make_rewards(given, task, tokenizer, SITES)) as source:
+        with contextlib.closing(make_rewards(given, task, tokenizer, SITES[0])[0]) as source:
             source.check()
-            responses = Completions([POST], ["abc"], columns, [np.zeros(1, np.int32)], [True])
+            responses = [Completion(POST, "abc", columns, np.zeros(1, np.int32))]
             got = asyncio.run(source.score(responses))
         np.testing.assert_allclose(got[0].reward, wanted, atol=1e-9)
 
 
 def test_a_reward_model_gets_its_settings_and_a_copy_on_each_device(tokenizer):
     config, task = of_task("tldr_toy")
-    config = replace(config, {"reward.model_path": REWARD_MODEL})
-    plain = make_rewards(config, task, tokenizer, SITES)
+    config = replace(config, {"reward.model_path": REWARD_MODEL, "eval.gold": GOLD})
+    plain, _ = make_rewards(config, task, tokenizer, SITES[0])
     config = replace(config, {"reward.missing_eos": -1.0})
-    set_up = make_rewards(config, task, tokenizer, SITES)
+    set_up, _ = make_rewards(config, task, tokenizer, SITES[0])
     own = score(plain, tokenizer, "abc")
     # The default, infinity, stands for "no such penalty": a cut response keeps its own score.
     assert -10 < score(plain, tokenizer, "abc", has_eos=False) < 10
@@ -88,7 +85,7 @@ def test_an_environment_that_gives_the_rewards_needs_no_function(tokenizer, tmp_
     changes = {"num_eval_prompts": 2, "environment": "game.py:Game"}
     config, task = of_task("custom", str(rows), **changes)
     validate(config)
-    assert make_rewards(config, task, tokenizer, SITES) is None
+    assert make_rewards(config, task, tokenizer, SITES[0]) == (None, None)
     grades = make_grader(config, task, tokenizer, None).grade(
         [Prompt(0, "a", np.zeros(1, np.int32), {})] * 2,
         [np.zeros(1, np.int32)] * 2,
@@ -148,9 +145,9 @@ def test_a_gold_model_judges_without_the_penalties_of_training(tokenizer):
         config,
         {"reward.missing_eos": -1.0, "eval.gold": REWARD_MODEL},
     )
-    gold = make_gold(config, task, tokenizer, SITES[0])
+    _, gold = make_rewards(config, task, tokenizer, SITES[0])
     config = replace(config, {"reward.model_path": REWARD_MODEL})
-    trains = make_rewards(config, task, tokenizer, SITES)
+    trains, _ = make_rewards(config, task, tokenizer, SITES[0])
     assert score(gold, tokenizer, "abc") == pytest.approx(score(trains, tokenizer, "abc"), abs=1e-5)
     assert score(gold, tokenizer, "abc", has_eos=False) != -1.0
 
@@ -163,4 +160,4 @@ def test_a_judge_of_responses_without_references_is_refused(tokenizer, tmp_path)
     for judge in ("a.b:c", REWARD_MODEL):
         judged = replace(config, {"eval.gold": judge})
         with pytest.raises(ValueError, match=r"task custom has no such column; add it to the data"):
-            make_gold(judged, task, tokenizer, SITES[0])
+            make_rewards(judged, task, tokenizer, SITES[0])

@@ -189,8 +189,8 @@ class SumReward:
     """The sum of a response's tokens; none where that is 13."""
 
     async def score(self, completions):
-        sums = [float(ids.sum()) for ids in completions.ids]
-        assert completions.texts == [f"text {int(x)}" for x in sums]
+        sums = [float(x.ids.sum()) for x in completions]
+        assert [x.text for x in completions] == [f"text {int(x)}" for x in sums]
         whys = [(None, "thirteen") if x == 13 else (x, None) for x in sums]
         return [Score(*why, "", {"half": x / 2}) for why, x in zip(whys, sums, strict=True)]
 

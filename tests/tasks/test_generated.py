@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from tba_jax.rewards.functions import RewardPool
-from tba_jax.rewards.scores import Completions
+from tba_jax.rewards.scores import Completion
 from tba_jax.tasks import arithmetic, tldr_toy
 from tba_jax.tasks.registry import get_task
 
@@ -74,13 +74,11 @@ def test_answers_are_scored_by_the_data_set(chain_sum):
     prompt, columns = chain_sum.problem("eval", 3)
     right = columns["answer"]
     texts = [f"so <answer>0</answer>, no: <answer> {right} </answer>", "<answer>x</answer>", right]
-    repeated = {name: [value] * 3 for name, value in columns.items()}
-    result = asyncio.run(pool.score(Completions([prompt] * 3, texts, repeated)))
+    result = asyncio.run(pool.score([Completion(prompt, text, columns) for text in texts]))
     first, second, third = (score.reward for score in result)
     assert first == 1.0 > second and third == 0.0, result
     # Another question than the one asked is never graded.
-    other = Completions(["1 + 1 ="], texts[:1], {k: v[:1] for k, v in repeated.items()})
-    (score,) = asyncio.run(pool.score(other))
+    (score,) = asyncio.run(pool.score([Completion("1 + 1 =", texts[0], columns)]))
     assert score.reason == "reward_error" and "generates another question" in score.text
     pool.close()
 
