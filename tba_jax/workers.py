@@ -278,9 +278,9 @@ class WorkerPool:
         self._idle, self._is_closed = asyncio.Semaphore(self.num_workers), False
         self._open = set[Future[Any]]()
 
-    def run(self, coroutine: Coroutine[Any, Any, Any]) -> "Future[Any]":
-        """Run a coroutine on the loop of all pools; it is cancelled when the pool is closed."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, loop_of())
+    def run(self, coroutine: Coroutine[Any, Any, Any], loop: Any = None) -> "Future[Any]":
+        """Run a coroutine on this loop, or the pools'; it is cancelled when the pool is closed."""
+        future = asyncio.run_coroutine_threadsafe(coroutine, loop or loop_of())
         self._open.add(future)
         future.add_done_callback(self._open.discard)
         return future

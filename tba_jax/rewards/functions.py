@@ -205,8 +205,10 @@ class RewardPool(RewardSource):
         groups = [[*own] for _, own in itertools.groupby(completions, lambda x: x.prompt)]
         if len(groups) == len(completions):  # responses that are alone
             groups = [completions[i : i + _CALL_ITEMS] for i in range(0, len(groups), _CALL_ITEMS)]
-        calls = [self._workers.run(self._score_group([*map(_arguments, x)])) for x in groups]
-        found = await asyncio.gather(*map(asyncio.wrap_future, calls))
+        calls: list[Any] = [self._score_group([*map(_arguments, x)]) for x in groups]
+        if asyncio.get_running_loop() is not loop_of():
+            calls = [asyncio.wrap_future(self._workers.run(each)) for each in calls]
+        found = await asyncio.gather(*calls)
         return list(itertools.chain(*found))  # groups are neighbours
 
     def close(self) -> None:
@@ -231,8 +233,7 @@ class RewardPool(RewardSource):
         try:
             if self._here:
                 loop = loop_of(f"reward {id(GIVEN.get(self.function))}")  # it may hang
-                future = asyncio.run_coroutine_threadsafe(self._here(chosen), loop)
-                answer: Any = await asyncio.wrap_future(future)
+                answer: Any = await asyncio.wrap_future(self._workers.run(self._here(chosen), loop))
             else:
                 answer = await self._workers.ask(chosen, timeout_s, "a call")
         except WorkerFailed as error:

@@ -143,14 +143,14 @@ class WeightedSum(RewardSource):
         weights, n = self.weights or (1.0,) * len(found), len(completions)
         rows = zip(*found, strict=True)
         result = [summed(dict(zip(self.sources, row, strict=True)), weights) for row in rows]
-        pairs = zip(result, completions, strict=True)
-        failed = [(x, y) for x, y in pairs if x.reason not in (None, NONE, TOO_LONG)]
+        failed = [i for i, x in enumerate(result) if x.reason not in (None, NONE, TOO_LONG)]
         if len(failed) > self.max_failure_rate * n:
-            counts, (first, y) = Counter(x.reason for x, _ in failed), failed[0]
+            counts, of = Counter(result[i].reason for i in failed), completions[failed[0]]
             raise RewardFailure(
                 f"reward {', '.join(self.sources)} failed on {len(failed)} of {n} responses "
                 f"{dict(counts)}, above reward.max_failure_rate = {self.max_failure_rate}. First "
-                f"failure:\n{first.text}\nprompt: {y.prompt!r:.500}\ncompletion: {y.text!r:.500}"
+                f"failure:\n{result[failed[0]].text}\nprompt: {of.prompt!r:.500}\n"
+                f"completion: {of.text!r:.500}"
             )
         return result
 
@@ -214,7 +214,7 @@ class Grader:
         scores = [verdict or Score(None, NONE) for verdict in given]
         wanted = (None, NONE) if self.adds else ()
         every = enumerate(responses_to(prompts, texts, responses, has_eos))
-        asked = {i: x for i, x in every if (y := given[i]) is None or y.reason in wanted}
+        asked = {i: x for i, x in every if given[i] is None or scores[i].reason in wanted}
         if asked and self.rewards is not None:
             score = self.rewards.score([*asked.values()])
             found = asyncio.run_coroutine_threadsafe(score, loop_of()).result()
