@@ -92,7 +92,8 @@ class StepShardings(NamedTuple):
 
     def of_batch(self, batch: Batch) -> Any:
         """Return the sharding of each array of a batch; None for absent arrays."""
-        whole = ("num_computed", "missing")
+        # The pass that scores the reference returns it whole, because the host stores it.
+        whole = ("num_computed", "missing", "reference")
         where = {name: self.groups if name in OF_GROUPS else self.batch for name in Batch._fields}
         where |= dict.fromkeys(whole, self.replicated)
         arrays = batch._asdict()

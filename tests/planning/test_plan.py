@@ -264,5 +264,5 @@ def test_a_run_finds_every_program_of_its_plan_in_the_cache(tmp_path):
     debug = {"JAX_COMPILATION_CACHE_DIR": str(cache), "JAX_LOGGING_LEVEL": "DEBUG"}
     done = run("main", f"--workdir={tmp_path / 'run'}", **debug)
     hits = set(re.findall(r"Persistent compilation cache hit for '(\w+)'", done.stderr))
-    programs = {"train_step", "publish", "prefill", "copy", "run_chunk"}
+    programs = {"train_step", "publish", "_extend", "_copy", "_run_chunk"}
     assert {f"jit_{name}" for name in programs} <= hits
