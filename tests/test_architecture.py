@@ -170,7 +170,7 @@ LIMITS = {
     "tasks": 1312,
     "environments": 1374,
     "serving": 1235,
-    "rewards": 1443,
+    "rewards": 1444,
     "workers.py": 341,
 }
 

@@ -32,6 +32,7 @@ from tba_jax.rewards.scores import NONE, Completion, RewardFailure, RewardSource
 from tba_jax.settings import GIVEN, import_file
 from tba_jax.workers import Handler, Reply, WorkerFailed, WorkerPool, loop_of
 
+_TRIAL_S = 10.0  # for the trial on one row; the run itself shows whether a function hangs
 _CALL_ITEMS = 16  # responses in a call of several prompts that have one response each
 _ERROR, _CRASH = "reward_error", "reward_crash"
 _FAILED = (_ERROR, _CRASH, "reward_timeout")  # reasons of all responses of a call that failed
@@ -179,7 +180,7 @@ class RewardPool(RewardSource):
         answer = columns.get("answer", columns.get("reference_answer"))
         text = answer if isinstance(answer, str) else ""
         self._offered = _arguments(Completion(prompt, text, columns)) | {"completion_ids": [0]}
-        trial = [self._offered], self.timeout_s
+        trial = [self._offered], min(_TRIAL_S, self.timeout_s)
         self._trial = self._workers.run(self._call(*trial)) if self.row else None
 
     def check(self) -> None:
