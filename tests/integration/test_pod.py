@@ -11,17 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from commands import (
-    SYNC,
-    child,
-    is_balanced,
-    losses,
-    report,
-    run,
-    run_pod,
-    start_pod,
-    wait_for,
-)
+from commands import SYNC, child, is_balanced, losses, report, run, run_pod, start_pod, wait_for
 
 from tba_jax.config.schema import make_config
 from tba_jax.run.checkpoint import load_host_state

@@ -13,13 +13,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from fake_models import (
-    assert_equal,
-    golden_settings,
-    load_folder,
-    make_folder,
-    tiny_config,
-)
+from fake_models import assert_equal, golden_settings, load_folder, make_folder, tiny_config
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from safetensors.numpy import load_file, save_file
 

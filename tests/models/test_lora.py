@@ -26,14 +26,7 @@ from fake_batches import (
     placed,
     slow,
 )
-from fake_models import (
-    adapted,
-    assert_equal,
-    logits,
-    random_params,
-    tiny_config,
-    trained_adapters,
-)
+from fake_models import adapted, assert_equal, logits, random_params, tiny_config, trained_adapters
 from jax.sharding import Mesh
 from safetensors.numpy import load_file
 
