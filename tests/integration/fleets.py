@@ -2,6 +2,7 @@
 """The main command with a fleet, in a process of its own, whose processes can be killed."""
 
 import contextlib
+import ipaddress
 import os
 import subprocess
 import sys
@@ -12,7 +13,6 @@ import psutil
 from tba_jax.run.fleet import OWNER
 from tba_jax.storage.whole_files import read_json
 from tests.integration.commands import ROOT, assert_trained, losses, report
-from tests.listening import listening
 
 LIMIT_S = 1500.0
 SMALL = {
@@ -84,6 +84,29 @@ def below(pid):
     for process in psutil.Process(pid).children(recursive=True):
         with contextlib.suppress(psutil.Error):  # it has ended
             found.append((process.pid, " ".join(process.cmdline())))
+    return found
+
+
+def listening(pids):
+    """HOST:PORT of every listening socket of these processes, and the owner's command line."""
+    found = {}
+    for pid in pids:
+        with contextlib.suppress(psutil.Error):  # the process has ended
+            process = psutil.Process(pid)
+            for socket in process.net_connections("tcp"):
+                if socket.status == psutil.CONN_LISTEN:
+                    address = f"{socket.laddr.ip}:{socket.laddr.port}"
+                    found[address] = " ".join(process.cmdline())
+    return found
+
+
+def beyond_loopback(pids):
+    """`listening`, less the sockets that only this machine can reach."""
+    found = {}
+    for address, name in listening(pids).items():
+        host = ipaddress.ip_address(address.rpartition(":")[0])
+        if not (getattr(host, "ipv4_mapped", None) or host).is_loopback:
+            found[address] = name
     return found
 
 

@@ -8,8 +8,7 @@ import sys
 
 import pytest
 from commands import ROOT
-from fleets import Fleet, below, check
-from listening import beyond_loopback, listening
+from fleets import Fleet, below, beyond_loopback, check, listening
 
 pytest.importorskip("ray", reason="a fleet needs the extra `fleet`")
 # Beside other work, a fleet of this machine takes minutes to compile.

@@ -4,11 +4,11 @@
 import re
 import shlex
 import subprocess
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import yaml
-from launch_cloud import ROOT
 
 from tba_jax.config.command_line import override
 from tba_jax.config.resolved import asked
@@ -16,6 +16,7 @@ from tba_jax.config.rules import validate
 from tba_jax.devices.config import parse_resources
 from tba_jax.devices.placement import divide
 
+ROOT = Path(__file__).parents[2]
 HOSTS = 4
 
 

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page of a comparison, and the sample browser of a page, in Chromium."""
 
+import html
+import itertools
 import json
 import re
+import shutil
+import subprocess
 
 import pytest
-from browser import in_browser
 from fake_workdir import fake_workdir
-from hostile import HOSTILE
 from markupsafe import escape
 
 from tba_jax.commands.compare import main
@@ -18,6 +20,36 @@ from tba_jax.report.words import shown
 from tba_jax.storage.whole_files import read_json, write_json
 
 MARKUP = ("<script>document.title='hacked'</script>", '"><img src=x onerror="document.title=1">')
+
+
+def in_browser(page, folder, *, script: str):
+    """Open a page without a window; return the value of `script`.
+
+    Args:
+        page: file of the page, which is opened as a copy that has `script` and no security policy,
+            so that the escaping of texts is all that protects it.
+        folder: for the browser's files.
+        script: body of a JavaScript function; what it returns is read back.
+    """
+    program = shutil.which("chromium") or shutil.which("chromium-browser")
+    if program is None:
+        pytest.skip("chromium is not installed (apt-get install chromium)")
+    text = page.read_text(encoding="utf-8")
+    text = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', "", text)
+    called = (
+        f"<script>const told = (() => {{{script}}})();"
+        "document.documentElement.setAttribute('data-told', JSON.stringify(told));</script>"
+    )
+    opened = folder / "opened.html"
+    opened.write_text(text.replace("</body>", called + "</body>"), encoding="utf-8")
+    command = [program, "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+    command += [f"--user-data-dir={folder / 'browser'}", "--virtual-time-budget=8000", "--dump-dom"]
+    done = subprocess.run(
+        [*command, opened.as_uri()], capture_output=True, text=True, timeout=300, check=True
+    )
+    found = re.search(r'data-told="([^"]*)"', done.stdout)
+    assert found is not None, done.stdout[:2000]
+    return json.loads(html.unescape(found[1]))
 
 
 @pytest.fixture(scope="module")
@@ -133,6 +165,34 @@ def test_responses_are_filtered_and_one_opens_with_its_parts_colours_and_prompt(
     assert "reward 0.400 · format 0.250" in said and "staleness 3" in said
     assert "Not known for each token" in none
     assert count == "28 of 81 responses · one prompt"
+
+
+# Texts that try to become tags, scripts or addresses of a page.
+TAGS = (
+    "<script>document.title='hacked'</script>",
+    '"><img src=x onerror="document.title=`hacked`">',
+    "'><svg onload=document.title='hacked'>",
+    "</pre></div></main><iframe srcdoc='<script>parent.document.title=`hacked`</script>'>",
+    "<style>*{display:none}</style>",
+    "<base href=//hacked.example><link rel=stylesheet href=//hacked.example/x.css>",
+    "</script><script>document.title='hacked'</script>",
+    "<!--<script>",
+    "{{document.title='hacked'}}${document.title='hacked'}",
+    "&lt;b&gt;&amp;\\u003cscript\\u003e",
+    "<details open ontoggle=document.title='hacked'>",
+    "javascript:document.title='hacked'",
+    "</title><script>document.title='hacked'</script>",
+    "<a href=javascript:alert(1) id=browser name=data>x</a>",
+    "<form id=samples><input name=rows>",
+    "__proto__",
+    "]]>--></textarea><plaintext>",
+    "\x00\x1b[31m\u202egnp.exe\u2028\u2029",
+    "\ud800<b>\udfff",
+    "<ScRiPt\n>document.title='hacked'</sCrIpT\n>",
+)
+AROUND = ("{}", "a {} b", '" {}', "' {}", "</pre>{}", "-->{}", "`{}`", "\\{}", "{}\\", "\r\n{}")
+HOSTILE = [around.replace("{}", tag) for tag, around in itertools.product(TAGS, AROUND)]
+assert len(set(HOSTILE)) == 200
 
 
 def test_hostile_texts_stay_texts(tmp_path):

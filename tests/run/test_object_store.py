@@ -2,9 +2,14 @@
 """Work directories at gs:// addresses, in a store that renames nothing and appends to nothing."""
 
 import contextlib
+import io
 import json
+import os
+import shutil
+import sys
+from pathlib import Path
 
-import fake_store
+import fsspec
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,10 +29,82 @@ HERE = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 ABSTRACT = {"w": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=HERE)}
 
 
+class ObjectStore(fsspec.AbstractFileSystem):
+    """An object store in a folder: objects are files below FAKE_STORE.
+
+    epath reaches it through fsspec, TensorStore through its driver for files. As in the real store
+    nothing is renamed or appended to, a folder exists as long as it has objects, and an object
+    appears when its writer closes it. There are no credentials and no generations.
+    """
+
+    protocol = ("gs", "gcs")
+    cachable = False
+
+    def _file(self, path):
+        return Path(os.environ["FAKE_STORE"]) / self._strip_protocol(path)
+
+    def info(self, path, **options):
+        file, name = self._file(path), self._strip_protocol(path)
+        if file.is_file():
+            return {"name": name, "type": "file", "size": file.stat().st_size}
+        if file.is_dir() and any(x.is_file() for x in file.rglob("*")):
+            return {"name": name, "type": "directory", "size": 0}
+        raise FileNotFoundError(path)
+
+    def ls(self, path, detail=True, **options):
+        self.info(path)
+        names = [f"{self._strip_protocol(path)}/{x.name}" for x in self._file(path).iterdir()]
+        names = [name for name in sorted(names) if self.exists(name)]
+        return [self.info(name) for name in names] if detail else names
+
+    def mkdir(self, path, **options):
+        """Do nothing: a store has no folders; TensorStore's driver for files makes its own."""
+
+    makedirs = mkdir
+
+    def rm_file(self, path):
+        self._file(path).unlink()
+
+    def rm(self, path, recursive=False, maxdepth=None):
+        self.info(path)
+        file = self._file(path)
+        shutil.rmtree(file) if recursive and file.is_dir() else file.unlink()
+
+    def mv(self, *args, **options):
+        raise NotImplementedError("a store renames nothing")
+
+    def _open(self, path, mode="rb", **options):
+        file = self._file(path)
+        if mode == "rb":
+            return io.BytesIO(file.read_bytes())
+        assert mode == "wb", f"a store does not open for {mode!r}"
+
+        class Upload(io.BytesIO):
+            def close(self):
+                if not self.closed:
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    file.write_bytes(self.getvalue())
+                super().close()
+
+        return Upload()
+
+
 @pytest.fixture(autouse=True)
 def store(tmp_path, monkeypatch):
+    """The folder of the objects, which replaces the real store in this process."""
+    folder = tmp_path / "store"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return fake_store.use(monkeypatch, tmp_path / "store")
+    monkeypatch.setenv("FAKE_STORE", str(folder))
+    known = sys.modules["fsspec.registry"]  # `fsspec.registry` is the table in it
+    for protocol in ObjectStore.protocol:
+        monkeypatch.setitem(known._registry, protocol, ObjectStore)
+    gcs = "orbax.checkpoint._src.path.gcs_utils"
+    monkeypatch.setattr(
+        f"{gcs}.get_kvstore_for_gcs",
+        lambda path: {"driver": "file", "path": f"{folder}/{path.removeprefix('gs://')}"},
+    )
+    monkeypatch.setattr(f"{gcs}.is_hierarchical_namespace_enabled", lambda path: False)
+    return folder
 
 
 @contextlib.contextmanager
