@@ -27,9 +27,8 @@ def test_watchdog_dumps_stacks_and_exits_3(cache, tmp_path):
     (tmp_path / "my_rewards.py").write_text(reward)
     settings = ("task.reward=my_rewards:sleeps", "reward.timeout_s=600.0")
     limit = "log.watchdog_s=15.0"  # long enough to reach the reward on a busy machine
-    given = {"cache": cache, "cwd": tmp_path, "timeout": DEADLINE_S}
+    given = {"cache": cache, "cwd": tmp_path, "timeout": DEADLINE_S, "code": 3}
     done = run(tmp_path / "run", *settings, limit, **given)
-    assert done.returncode == 3
     text = "error: no step, ticket or evaluation ended for 15 s (config.log.watchdog_s)"
     assert done.stderr.startswith(text) and "run the same command again" in done.stderr
     assert "in grade" in done.stderr  # where the searcher hangs
@@ -38,10 +37,10 @@ def test_watchdog_dumps_stacks_and_exits_3(cache, tmp_path):
 def test_a_policy_that_diverges_stops_the_run_and_keeps_the_checkpoint(cache, tmp_path):
     workdir = tmp_path / "run"
     overrides = ("optimizer.learning_rate=1e9", "checkpoint.period=1")
-    done = run(workdir, *overrides, *SYNC, "eval.period=0", cache=cache)
+    done = run(workdir, *overrides, *SYNC, "eval.period=0", cache=cache, code=2)
     # The first step spoils the parameters, with which the searchers then sample.
     (line,) = done.stderr.strip().splitlines()
-    assert done.returncode == 2 and "log-probs of the policy are not finite" in line, line
+    assert "log-probs of the policy are not finite" in line, line
     assert line.startswith("error: ") and "Lower --config.optimizer.learning_rate" in line, line
     step, host_state = load_host_state(str(workdir))
     assert step == 1 and "buffer" in host_state
@@ -49,9 +48,9 @@ def test_a_policy_that_diverges_stops_the_run_and_keeps_the_checkpoint(cache, tm
 
 def test_a_buffer_that_holds_no_batch_ends_the_run_that_would_search_for_ever(cache, tmp_path):
     """One response of each prompt would fit by its bookkeeping, and does not with its tokens."""
-    done = run(tmp_path / "run", "eval.period=0", "replay.max_bytes=900", cache=cache)
+    done = run(tmp_path / "run", "eval.period=0", "replay.max_bytes=900", cache=cache, code=1)
     (line,) = done.stderr.strip().splitlines()
-    assert done.returncode == 1 and line.startswith("error: no batch of 4 prompts can be drawn")
+    assert line.startswith("error: no batch of 4 prompts can be drawn")
     assert "of 900 bytes); responses so far: {'generated': " in line
 
 
@@ -70,7 +69,7 @@ def test_a_disk_that_fills_up_ends_the_run_and_it_continues_when_there_is_room(c
     kept = json.loads(message.split("Complete checkpoints: ")[1].split(". ")[0])
     assert kept and load_host_state(str(workdir))[0] == kept[-1]
     done = run(workdir, "num_steps=16", cache=cache)
-    assert done.returncode == 0 and f"resumed {workdir} at step" in done.stdout, done.stderr
+    assert f"resumed {workdir} at step" in done.stdout
     check_finished(workdir, 16)
     assert sorted(os.listdir(workdir / "checkpoints")) == ["12", "16"]
 
@@ -149,8 +148,7 @@ def check_one_line(done, text):
 def finished(tmp_path_factory, cache):
     """The work directory of a run that ended."""
     workdir = tmp_path_factory.mktemp("finished") / "run"
-    done = run(workdir, "driver=sync", cache=cache)
-    assert done.returncode == 0, done.stderr
+    run(workdir, "driver=sync", cache=cache)
     return workdir
 
 

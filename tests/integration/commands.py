@@ -67,10 +67,12 @@ def options(cache, overrides, cwd):
     return {**pipes, "env": environment(cache, overrides), "cwd": cwd or ROOT}
 
 
-def run(workdir, *overrides, cache, timeout=150, cwd=None, **kwargs):
-    """Run to the end; returns the completed process."""
+def run(workdir, *overrides, cache, timeout=150, cwd=None, code=0, **kwargs):
+    """Run to the end, with this exit code; returns the completed process."""
     argv = command(workdir, *overrides, **kwargs)
-    return subprocess.run(argv, timeout=timeout, **options(cache, overrides, cwd))
+    done = subprocess.run(argv, timeout=timeout, **options(cache, overrides, cwd))
+    assert done.returncode == code, done.stderr
+    return done
 
 
 def start(workdir, *overrides, cache, cwd=None, **kwargs):

@@ -33,8 +33,7 @@ from tba_jax.run import model_parts
 def reference(tmp_path_factory, cache):
     """An uninterrupted run of 8 steps."""
     workdir = tmp_path_factory.mktemp("reference") / "run"
-    done = run(workdir, *SYNC, cache=cache)
-    assert done.returncode == 0, done.stderr
+    run(workdir, *SYNC, cache=cache)
     return workdir
 
 
@@ -57,7 +56,6 @@ def test_two_searchers_sigkill_and_resume_have_the_losses_of_the_reference(
     assert before == {step: expected[step] for step in before}
 
     done = run(workdir, *two, cache=cache)
-    assert done.returncode == 0, done.stderr
     assert "resumed" in done.stdout and "step 4 of 8" in done.stdout
     assert losses(workdir) == expected
     for name in ("eval", "ledger", "staleness"):
@@ -133,8 +131,7 @@ SHARED_BY_ALL = (
 )
 def test_async_run_trains_on_searcher_data(overrides, cache, tmp_path):
     workdir = tmp_path / "run"
-    done = run(workdir, *overrides, cache=cache, timeout=240)
-    assert done.returncode == 0, done.stderr
+    run(workdir, *overrides, cache=cache, timeout=240)
     assert_trained(workdir, 8)
     stored = [y for group in tba_jax.load_run(workdir).buffer().values() for y in group]
     # In 8 steps one searcher may run all tickets; with driver=sync they share them evenly.
@@ -203,7 +200,6 @@ def test_a_chat_data_set_trains_with_trl_rewards_from_elsewhere(cache, tmp_path)
         cache=cache,
         cwd=tmp_path,
     )
-    assert done.returncode == 0, done.stderr
     assert "custom: 42 prompts, 8 held out" in done.stdout
     assert_trained(workdir, 3)
 

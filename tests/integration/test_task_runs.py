@@ -25,8 +25,7 @@ LORA = ("lora.rank=4", "optimizer.learning_rate=0.003")
 # models/test_lora.py has the parts: what is trained, and what is published.
 def test_the_policy_learns_and_only_adapters_are_written_and_read(cache, tmp_path, capsys):
     reference = tmp_path / "run"
-    done = run(reference, *SYNC, *LORA, cache=cache)
-    assert done.returncode == 0, done.stderr
+    run(reference, *SYNC, *LORA, cache=cache)
     records = [r for r in lines(reference / "metrics.jsonl") if "train/loss" in r]
     assert records[0]["train/kl_reference"] == pytest.approx(0, abs=1e-4)
     assert records[-1]["train/kl_reference"] > 0.1
@@ -94,8 +93,7 @@ def check(workdir, num_steps=4):
 
 def test_the_toy_trains_and_accounts_for_every_attack(cache, tmp_path):
     options = {"cache": cache, "config": "configs/redteam.py"}
-    done = run(tmp_path / "a", *SYNC, *TOY, "checkpoint.period=2", **options)
-    assert done.returncode == 0, done.stderr
+    run(tmp_path / "a", *SYNC, *TOY, "checkpoint.period=2", **options)
     report = check(tmp_path / "a")
     # 8 x 16 attacks for each of two syncs
     assert report["ledger"]["generated"] == 256
@@ -109,7 +107,7 @@ def test_the_toy_trains_and_accounts_for_every_attack(cache, tmp_path):
 @pytest.mark.parametrize("preset", ["gpt2", "llama"])
 def test_a_preset_on_shrunken_models(preset, cache, tmp_path):
     write, judge = (write_gpt2, write_roberta) if preset == "gpt2" else (write_llama, write_llama)
-    done = run(
+    run(
         tmp_path / "run",
         *SHRUNKEN,
         f"model.path={write(tmp_path / 'attacker')}",
@@ -120,7 +118,6 @@ def test_a_preset_on_shrunken_models(preset, cache, tmp_path):
         cache=cache,
         config=f"configs/redteam.py:{preset}",
     )
-    assert done.returncode == 0, done.stderr
     report = check(tmp_path / "run")
     assert math.isfinite(report["eval"]["after"]["cosine_diversity"])
     steps = [r for r in lines(tmp_path / "run" / "metrics.jsonl") if "train/loss" in r]
@@ -149,8 +146,7 @@ METRICS = {
 def test_the_miniature_runs_and_evaluate_agrees(cache, tmp_path, capsys):
     workdir = tmp_path / "run"
     overrides = ("driver=sync", "task.num_eval_prompts=32")
-    done = run(workdir, *overrides, cache=cache, config="configs/tldr.py")
-    assert done.returncode == 0, done.stderr
+    run(workdir, *overrides, cache=cache, config="configs/tldr.py")
     after = json.loads((workdir / "report.json").read_text())["eval"]["after"]
     assert set(after) >= METRICS
     assert evaluate.main([f"--workdir={workdir}", "--json"]) == 0
@@ -170,7 +166,6 @@ def served():
 def run_with(served, workdir, *overrides, cache):
     server = (f"search.engine={served.url}/v1", "search.num_slots=32")
     done = run(workdir, *LORA, *server, *overrides, cache=cache, timeout=600)
-    assert done.returncode == 0, done.stderr
     # Every adapter was unloaded, and its folder removed.
     assert not served.loaded and not list((workdir / "adapters").glob("*"))
     records = [r for r in lines(workdir / "metrics.jsonl") if "train/loss" in r]
