@@ -9,6 +9,7 @@ autodiff or the parts that losses are made of.
 import functools
 from types import SimpleNamespace
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -56,7 +57,8 @@ def problem():
     )
 
 
-def loss_of(objective, policy, made):
+def terms_of(objective, policy, made):
+    """The term of each response, [p k]."""
     head = objective.needs.head
     groups = Groups(
         logp=jnp.where(made.mask, policy, 0.0),
@@ -64,14 +66,18 @@ def loss_of(objective, policy, made):
         reference=jnp.asarray(made.reference),
         mask=jnp.asarray(made.mask),
         reward=jnp.asarray(made.reward),
-        staleness=jnp.zeros(DRAWS.shape, jnp.int32),
+        staleness=jnp.zeros(made.reward.shape, jnp.int32),
         log_z=jnp.asarray(made.log_z) if head == "log_z" else None,
         values=jnp.asarray(made.values) if head == "value" else None,
         advantages=jnp.asarray(made.given) if objective.needs.advantages else None,
         start_values=None if made.begun is None else jnp.asarray(made.begun),
     )
+    return objective(groups, BETA).loss
+
+
+def loss_of(objective, policy, made):
     totals = {"prompts": 3, "responses": DRAWS.size, "tokens": made.mask.sum()}
-    return objective(groups, BETA).loss.sum() / totals[objective.needs.total]
+    return terms_of(objective, policy, made).sum() / totals[objective.needs.total]
 
 
 def groups(policy, made):
@@ -310,6 +316,29 @@ def test_value_and_gradient_are_those_of_the_formula(name):
     assert largest > 1e-3
     # A central difference in float64: its error is of the order of step^2.
     np.testing.assert_allclose(gradient, expected, atol=1e-8 * max(1, largest) + 1e-7 * largest)
+
+
+def test_a_group_depends_on_no_other_group_and_an_empty_one_has_no_gradient():
+    """Micro-batches of whole groups are computed one after the other."""
+    made = vars(problem()) | {"begun": np.zeros(3)}
+    made = {name: np.concatenate([x, np.zeros_like(x[:1])]) for name, x in made.items()}
+    objectives = {name: named(name, **fields) for name, (fields, _) in FORMULAS.items()}
+
+    @jax.jit
+    def compute(policy, reward):
+        given = SimpleNamespace(**made | {"reward": reward, "begun": None})
+        return {
+            name: jax.value_and_grad(lambda p, x=x: terms_of(x, p, given)[1:].sum())(policy)
+            for name, x in objectives.items()
+        }
+
+    with jax.enable_x64(True):
+        policy, reward = map(jnp.asarray, (made["policy"], made["reward"]))
+        found = compute(policy, reward)
+        other = compute(policy.at[0].add(0.5), reward.at[0].multiply(-2.0))
+    chex.assert_trees_all_equal(found, other)
+    for name, (_, gradient) in found.items():
+        assert np.abs(gradient[1:3]).max() > 1e-3 and not gradient[::3].any(), name
 
 
 @pytest.mark.parametrize("has_begun", [False, True])

@@ -42,11 +42,12 @@ HEAD = Head(jnp.linspace(-1, 1, CONFIG.hidden_size, dtype=jnp.float32), jnp.floa
 
 
 def observed(y):
-    """The response with observations in it, which no policy sampled."""
+    """The response with observations in it, which no policy sampled, and with advantages."""
     n = len(y.response_tokens)
     is_sampled = (np.arange(n) % 3 != 1) | (np.arange(n) == n - 1)
     behavior = np.where(is_sampled, y.behavior_token_logprobs, np.float32(0))
-    return replace(y, is_sampled=is_sampled, behavior_token_logprobs=behavior)
+    own = {"behavior_token_logprobs": behavior, "token_advantages": np.sin(y.response_tokens)}
+    return replace(y, is_sampled=is_sampled, **own)
 
 
 @functools.cache
@@ -63,7 +64,8 @@ def arrays():
     """Groups of the draws, and tokens of each response after its prompt, written down by hand."""
     draws = [d for d in problem_draws() if d.trajectories]
     p, k = len(draws), 6
-    found = {name: np.zeros((p, k, T), np.float32) for name in ("behavior", "reference")}
+    names = ("behavior", "reference", "advantages")
+    found = {name: np.zeros((p, k, T), np.float32) for name in names}
     mask, tokens = np.zeros((p, k, T), bool), np.zeros((p, k, 4 + T), np.int32)
     lengths, reward = np.zeros((p, k), np.int32), np.zeros((p, k), np.float32)
     for i, j in np.ndindex(p, k):
@@ -73,6 +75,7 @@ def arrays():
         mask[i, j, :n], reward[i, j] = y.is_sampled, y.reward
         found["behavior"][i, j, :n] = y.behavior_token_logprobs
         found["reference"][i, j, :n] = np.where(y.is_sampled, y.reference_token_logprobs, 0)
+        found["advantages"][i, j, :n] = y.token_advantages
     return found, mask, tokens, lengths, reward
 
 
@@ -108,6 +111,8 @@ def expected(name, **own):
         )
         if objective.needs.head == "value":
             groups = groups._replace(values=jnp.where(mask, values(params, head), 0))
+        if objective.needs.advantages:
+            groups = groups._replace(advantages=jnp.asarray(found["advantages"]))
         if objective.needs.head == "log_z":
             # The state before the first token has seen the prompt alone.
             groups = groups._replace(log_z=values(params, head)[:, 0, 0])
@@ -125,13 +130,14 @@ ONE, PARTS, WHOLE = (
     {"micro_batch_rows": 6, "is_whole": True},
 )
 SHARED, PACKED = {"shares_prompts": True}, {"row_length": 18}
-# Every loss in every layout is in test_loss_layouts.py; here is the model behind it.
+# Of each head, total and input of an objective, one; test_losses.py has the formulas of all.
 CASES = [
     slow("tb", {}),
-    slow("tb", ONE),
     ("tb", {**SHARED, **WHOLE}),
     ("grpo", {**PACKED, **PARTS}),
     ("ppo", {**PACKED, **SHARED, **WHOLE}),
+    ("vineppo", ONE),
+    ("online_dpo", {**SHARED, **PARTS}),
     slow("ppo", PARTS),
     slow("tb learned", {**SHARED, **PARTS}),
     slow("tb learned", {**PACKED, **SHARED}),
@@ -143,7 +149,7 @@ def test_loss_and_gradient_are_those_of_each_response_alone(name, layout):
     own = {"log_z": "learned"} if "learned" in name else {}
     loss, wanted, logp = expected(name.split()[0], **own)
     objective = make_objective(name.split()[0], own)
-    batch = lay_out(problem_draws(), **layout)
+    batch = lay_out(problem_draws(), **layout, has_advantages=objective.needs.advantages)
     # Equal tokens are computed once: 3, 1, 4 and 3 distinct responses to the four prompts.
     assert len(np.unique(batch.source[batch.mask])) < batch.mask.sum()
     cut = {key: layout[key] for key in ("micro_batch_rows", "is_whole") if key in layout}
