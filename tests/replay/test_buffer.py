@@ -260,17 +260,6 @@ def test_a_restored_buffer_goes_on_as_the_saved_one_at_every_state(settings):
         assert_consistent(buffer, buffer._settings, step)
 
 
-def test_waiting_does_not_change_what_is_drawn():
-    waiting, patient = (make_buffer(recency_prob=0.5, pace="trainer") for _ in range(2))
-    for buffer, polls in ((waiting, 50), (patient, 1)):
-        buffer.merge(make_groups({p: distinct_responses(2) for p in range(8)}), 0)
-        buffer.merge(make_groups({99: distinct_responses(2)}), 1)
-        for _ in range(polls):
-            assert buffer.draw(8, 2, 1) is None
-        buffer.merge(make_groups({p: distinct_responses(2) for p in range(8, 16)}), 1)
-    assert drawn(waiting.draw(8, 2, 1)) == drawn(patient.draw(8, 2, 1))
-
-
 @pytest.mark.timeout(120)
 def test_threads_share_a_buffer():
     """Two threads merge while others draw, save and read; nothing is lost or torn."""
@@ -312,7 +301,8 @@ def test_a_group_is_trained_waiting_or_unused():
     buffer.draw(1, 2, 0)
     buffer.merge(make_groups({p: distinct_responses(2) for p in (5, 6, 7)}), 1)
     # One was trained, three are no longer fresh, three wait.
-    assert buffer.stats()["buffer/trained_share"] == 1 / 4
+    found = {"trained_share": 1 / 4, "length_rank": 0.5, "effective_m": 1.0, "warnings": []}
+    assert buffer.economy() == found and buffer.stats()["buffer/trained_share"] == 1 / 4
     buffer.draw(2, 2, 1)
     assert buffer.stats()["buffer/trained_share"] == 3 / 6 and buffer.num_fresh_groups == 1
     replay = make_buffer()
@@ -357,14 +347,3 @@ def test_warnings_of_waste_lengths_and_m():
     assert "0.80 of the slots" in m and "replay.pace=trainer" in m
     assert "pace" not in ledger.warnings(ReplaySettings(pace="trainer"))[0]
     assert ledger.warnings(ReplaySettings(recency_prob=0.5)) == []
-
-
-def test_the_economy_says_what_became_of_groups():
-    buffer = make_buffer(recency_prob=1.0)
-    buffer.merge(make_groups({i: distinct_responses(2) for i in range(6)}), 0)
-    buffer.draw(1, 2, 0)
-    # Of six groups one was trained on and five wait.
-    found = {"trained_share": 1.0, "length_rank": 0.5, "effective_m": 1.0, "warnings": []}
-    assert buffer.economy() == found
-    buffer.merge(make_groups({7: distinct_responses(2)}), 1)
-    assert buffer.economy()["trained_share"] == 1 / 6
