@@ -230,19 +230,8 @@ def test_the_command_plans_the_attached_devices(capsys, monkeypatch):
     monkeypatch.setattr(command, "ask", child.answer)
     with pytest.raises(ValueError, match="--programs=none: no such program; programs: train_step"):
         command.main([config, "--config.placement=split", "--programs=none"])
-
-
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("--config.model.path=/nowhere", "is not a folder. Give a folder with config.json"),
-        ("--config.num_step=3", "did you mean num_steps"),
-        ("--config.placement=fleet", "a plan is for the devices of one slice"),
-    ],
-)
-def test_an_invalid_command_is_refused(argument, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        command.main([f"--config={ROOT / 'configs' / 'math.py'}", argument])
+    with pytest.raises(ValueError, match="a plan is for the devices of one slice"):
+        command.main([config, "--config.placement=fleet"])
 
 
 @pytest.mark.slow
