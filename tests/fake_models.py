@@ -22,7 +22,6 @@ from tba_jax.models.scoring import Scoring
 from tba_jax.models.transformer import TransformerConfig
 
 GOLDEN = Path(__file__).parent / "golden"
-STORIES = Path(__file__).parents[1] / ".." / "shared" / "models" / "stories260k"
 # Two float32 implementations of these models agree to 4e-6 of the largest logit; the last digits
 # depend on the order of sums. A wrong scaling, bias or norm is off by 1e-2 and more.
 TOLERANCE = 1e-5

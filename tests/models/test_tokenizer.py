@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tokenizer wrapper: tokenizers made here, and that of stories260k.
+"""The tokenizer wrapper: tokenizers made here, and those of the embedded models.
 
 Contract: texts, chats and special tokens have the IDs of transformers; IDs become the same texts;
 BOS, EOS and pad are those of the folder's files; a folder that cannot be used is one clear error.
@@ -12,7 +12,6 @@ import sys
 import numpy as np
 import pytest
 import tokenizers
-from fake_models import GOLDEN, STORIES
 
 from tba_jax.models.hf import folders
 from tba_jax.models.tokenizer import Tokenizer
@@ -192,16 +191,6 @@ def test_tokenizer_that_is_code_is_refused(tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(ValueError, match="the tokenizer cannot be read"):
         Tokenizer.load(tmp_path)
-
-
-@pytest.mark.skipif(not STORIES.is_dir(), reason="../shared/models/stories260k is absent")
-def test_stories_tokenizer_round_trips():
-    found = Tokenizer.load(STORIES)
-    golden = json.loads((GOLDEN / "stories260k.json").read_text())
-    assert found.encode(golden["prompt"], add_bos=True).tolist() == golden["prompt_ids"]
-    assert found.decode(golden["greedy_ids"]) == golden["text"]
-    assert (found.bos_id, found.eos_ids, found.pad_id, found.end) == (1, (2,), 0, 512)
-    assert found.adds_bos
 
 
 @pytest.mark.parametrize(
