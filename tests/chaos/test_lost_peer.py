@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A process of a pod is killed: the others end by themselves, say why, and the run resumes."""
 
+import re
 import signal
 import subprocess
 import time
 
 import pytest
 from commands import child, losses, start_pod, wait_for
+
+from tba_jax.run.checkpoint import load_host_state
 
 # What the project promises: every process has ended this long after one was killed.
 PROMISED_S = 45
@@ -36,9 +39,12 @@ def test_a_killed_process_ends_the_pod_and_the_same_command_continues(victim, ca
 
     pod = start_pod(2, workdir, *overrides, cache=cache)
     wait_for(lambda: max(losses(workdir), default=0) > last, process=pod)
-    pod.send_signal(signal.SIGTERM)
+    # All save together when one of them is to end, and the pod exits with status 0.
+    subprocess.run(["kill", "-TERM", str(child(pod, 1))], check=True)
     out, err = pod.communicate(timeout=60)
     assert pod.returncode == 0, err
+    stopped_at = int(re.search(r"Stopped by .* at step (\d+) of", out)[1])
+    assert stopped_at > last and load_host_state(str(workdir))[0] == stopped_at
     assert f"resumed {workdir} at step {saved} of 400" in out or f"at step {saved - 4} of" in out
     made = sorted(losses(workdir))
     assert made == list(range(1, made[-1] + 1))

@@ -2,19 +2,15 @@
 """Several hosts: real processes on loopback with the CPU's gloo collectives."""
 
 import contextlib
-import re
 import shutil
-import signal
-import subprocess
 import textwrap
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from commands import SYNC, child, is_balanced, losses, report, run, run_pod, start_pod, wait_for
+from commands import SYNC, is_balanced, losses, report, run, run_pod
 
 from tba_jax.config.schema import make_config
-from tba_jax.run.checkpoint import load_host_state
 from tba_jax.run.errors import UserError
 from tba_jax.run.run import _claim_together
 from tba_jax.storage.whole_files import read_json, write_json
@@ -120,29 +116,6 @@ def edit_config(workdir, **fields):
     content = read_json(path)
     content["config"].update(fields)
     write_json(path, content)
-
-
-@pytest.mark.slow
-def test_an_interrupted_pod_saves_together_exits_0_and_resumes(cache, tmp_path):
-    workdir = tmp_path / "run"
-    overrides = (
-        "num_steps=100000",
-        "checkpoint.period=0",
-        "eval.period=0",
-        "JAX_NUM_CPU_DEVICES=2",
-    )
-    pod = start_pod(2, workdir, *overrides, cache=cache)
-    wait_for(lambda: len(losses(workdir)) >= 3, process=pod)
-    subprocess.run(["kill", "-TERM", str(child(pod, 1))], check=True)
-    out, err = pod.communicate(timeout=60)
-    assert pod.returncode == 0, err
-    stopped_at = int(re.search(r"Stopped by .* at step (\d+) of", out)[1])
-    assert stopped_at >= 3 and load_host_state(str(workdir))[0] == stopped_at
-    pod = start_pod(2, workdir, *overrides, cache=cache)
-    wait_for(lambda: max(losses(workdir), default=0) > stopped_at, process=pod)
-    pod.send_signal(signal.SIGINT)
-    out, err = pod.communicate(timeout=60)
-    assert pod.returncode == 0 and f"at step {stopped_at} of 100000" in out, err
 
 
 @pytest.mark.parametrize(
