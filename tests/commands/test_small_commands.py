@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
-from tba_jax.commands import serve
+from tba_jax.commands import evaluate, export, serve, sweep
+from tba_jax.commands import model_card as cards
 from tba_jax.commands.entry_point import run_command
-from tba_jax.commands.model_card import command, hub_id, model_card
 from tba_jax.config.command_line import override
 from tba_jax.config.schema import flatten
 from tba_jax.report.files import Metrics, Run
@@ -32,24 +32,32 @@ def test_greedy_text_equals_that_of_transformers():
     assert golden["prompt"] + golden["text"] in out.stdout
 
 
-MODEL = "embedded:start_model"
+MODEL, MATH, ADDRESS = "--model=embedded:start_model", "--config=math", "gs://bucket/run"
+MOUNT = f"--out={ADDRESS} is an address; wanted a folder. Mount the bucket (gcsfuse) and give"
 
 
 @pytest.mark.parametrize(
-    ("flags", "message"),
+    ("command", "flags", "message"),
     [
-        ([], "give --model=FOLDER or --workdir=RUN"),
-        ([f"--model={MODEL}", "--workdir=runs/a"], "and not both"),
-        ([f"--model={MODEL}", "--host=0.0.0.0"], "Add --token=SECRET"),
-        ([f"--model={MODEL}", "--num_slots=0"], "--num_slots"),
-        (["--model=no/such/folder", "--port=0"], "no/such/folder"),
+        (serve, [], "give --model=FOLDER or --workdir=RUN"),
+        (serve, [MODEL, "--workdir=runs/a"], "and not both"),
+        (serve, [MODEL, "--host=0.0.0.0"], "Add --token=SECRET"),
+        (serve, [MODEL, "--num_slots=0"], "--num_slots"),
+        (serve, ["--model=no/such/folder", "--port=0"], "no/such/folder"),
+        (evaluate, [MATH, "--workdir=here"], "Leave out --config and --model, or --workdir"),
+        (evaluate, ["--config.num_steps=1"], "Add --workdir=DIR, or --config"),
+        (export, ["--workdir=run", f"--out={ADDRESS}"], MOUNT),
+        (sweep, [MATH, f"--out={ADDRESS}"], MOUNT),
     ],
 )
-def test_a_flag_that_cannot_be_used_is_refused_in_one_line(flags, message, capsys, monkeypatch):
+def test_a_flag_that_cannot_be_used_is_refused_in_one_line(
+    command, flags, message, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert run_command(lambda: serve.main(flags)) == 2
+    assert run_command(lambda: command.main(flags)) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and message in line
+    assert line.startswith("error: ") and message in line and list(tmp_path.iterdir()) == []
 
 
 def fields(*arguments):
@@ -67,7 +75,7 @@ def test_a_card_of_a_model_of_the_hub():
     report = {"eval": evals, "wall_s": 4920.0, "hardware": "4 x A100"}
     versions = {"tba_jax": "0.1.0", "jax": "0.10.2"}
     run = Run(Path("run"), report=report, config=config, versions=versions, metrics=Metrics())
-    text = model_card(run, 700, "me/solver")
+    text = cards.model_card(run, 700, "me/solver")
     data = ModelCard(text).data.to_dict()
     assert data["base_model"] == "realtreetune/rho-1b-sft-GSM8K"
     assert (data["library_name"], data["pipeline_tag"]) == ("transformers", "text-generation")
@@ -83,7 +91,7 @@ def test_a_card_of_a_model_of_the_hub():
         assert part in text
     # The command of a card makes the same config again.
     config = fields("--config=redteam:gpt2", "--config.lora.modules=('q', 'v')")
-    program, *again = shlex.split(command(config).replace("\\\n", " "))[2:]
+    program, *again = shlex.split(cards.command(config).replace("\\\n", " "))[2:]
     assert program == "tba_jax.main" and fields(*again) == config
 
 
@@ -91,4 +99,4 @@ def test_a_local_folder_has_no_link_to_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "me" / "model").mkdir(parents=True)
     local = ("me/model", "./me/other", "/a/b", "embedded:start_model", "")
-    assert [hub_id(path) for path in ("me/other", *local)] == ["me/other"] + [""] * len(local)
+    assert [cards.hub_id(path) for path in ("me/other", *local)] == ["me/other"] + [""] * len(local)

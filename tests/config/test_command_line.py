@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tba_jax.commands import evaluate, export, sweep
-from tba_jax.commands.entry_point import run_command
+from tba_jax.commands import evaluate
 from tba_jax.config.command_line import override
 from tba_jax.config.schema import Config, ConfigError, difference, flatten
 
@@ -64,26 +63,6 @@ def test_evaluate_takes_overrides(capsys):
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (result["n"], result["num_skipped"], result["num_failed"]) == (8, 0, 0)
     assert 0 < result["response_length_mean"] <= 16
-
-
-ADDRESS = "gs://bucket/run"
-MOUNT = "is an address; wanted a folder. Mount the bucket (gcsfuse) and give"
-
-
-@pytest.mark.parametrize(
-    ("command", "arguments", "message"),
-    [
-        (evaluate, [MATH, "--workdir=here"], "Leave out --config and --model, or --workdir"),
-        (evaluate, ["--config.num_steps=1"], "Add --workdir=DIR, or --config"),
-        (export, ["--workdir=run", f"--out={ADDRESS}"], f"--out={ADDRESS} {MOUNT}"),
-        (sweep, ["--config=math", f"--out={ADDRESS}"], f"--out={ADDRESS} {MOUNT}"),
-    ],
-)
-def test_commands_refuse_in_one_line(command, arguments, message, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert run_command(lambda: command.main(arguments)) == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: ") and message in line and list(tmp_path.iterdir()) == []
 
 
 def test_main_refuses_in_one_line_and_writes_nothing(tmp_path):
