@@ -245,6 +245,12 @@ def make_folder(path, name="llama", **changes):
     return config, params
 
 
+def start_model():
+    """(architecture, float32 parameters, tokenizer) of the embedded start model."""
+    config, params, _ = load_folder("embedded:start_model", param_dtype=jnp.float32)
+    return config, params, models.Tokenizer.load("embedded:start_model")
+
+
 def load_folder(path, **settings):
     """(architecture, parameters, contents of config.json) of a folder that may lack a tokenizer."""
     found = models.describe(path)

@@ -6,17 +6,15 @@ import itertools
 import json
 import math
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from fake_models import load_folder
+from fake_models import start_model
 from fake_search import ByFunction
 
 from tba_jax.config.schema import make_config
 from tba_jax.evaluation.evaluator import pass_at_k
 from tba_jax.flow.tickets import EvaluationShard
-from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.run.model_parts import START_MODEL, make_decoder
+from tba_jax.run.model_parts import make_decoder
 from tba_jax.run.task_parts import make_evaluator, make_grader, make_shard_evaluator
 from tba_jax.search.prompts import PromptReader
 from tba_jax.tasks.arithmetic import Arithmetic
@@ -27,8 +25,7 @@ LONG = ByFunction(lambda text, ids: float(len(text) > 4) if text else None)
 
 @pytest.fixture(scope="module")
 def model():
-    config, params, _ = load_folder(str(START_MODEL), param_dtype=jnp.float32)
-    return config, params, Tokenizer.load(str(START_MODEL))
+    return start_model()
 
 
 def evaluator(model, task=None, metrics=(), measures=(), **changes):

@@ -4,10 +4,9 @@
 import json
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from fake_models import load_folder
+from fake_models import start_model
 
 from tba_jax.config.schema import make_config
 from tba_jax.decoding.requests import SamplingSettings
@@ -193,8 +192,8 @@ def test_a_bad_row_is_named(tmp_path, tokenizer, row, changes, message):
         load(path, tokenizer, **changes)
 
 
-def test_log_probs_of_given_responses_are_those_of_drawing_them(tokenizer):
-    model, params, _ = load_folder(str(START_MODEL), param_dtype=jnp.float32)
+def test_log_probs_of_given_responses_are_those_of_drawing_them():
+    model, params, tokenizer = start_model()
     params = unstack_layers(params, model)
     config = make_config({"task.max_prompt_tokens": 12, "search.max_new_tokens": 12})
     prompts = []

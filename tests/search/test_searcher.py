@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The searcher: tickets begin as slots free up, and come back as graded groups."""
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
-from fake_models import load_folder
+from fake_models import start_model
 from fake_search import ByFunction, World
 from fake_tickets import IDENTITY, House
 
@@ -15,10 +14,9 @@ from tba_jax.flow.padding import Padding
 from tba_jax.flow.tickets import Ticket
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.scoring import Scoring
-from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import unstack_layers
 from tba_jax.rewards.scores import Grader, Score
-from tba_jax.run.model_parts import START_MODEL, make_decoder
+from tba_jax.run.model_parts import make_decoder
 from tba_jax.search.groups import assemble, grade_groups, measure
 from tba_jax.search.prompts import PromptReader, Prompts
 from tba_jax.search.sampler import SampledGroup, Sampler
@@ -94,8 +92,8 @@ LENGTH = ByFunction(lambda text, ids: None if text == "9" else float(len(text)))
 
 @pytest.fixture(scope="module")
 def model():
-    config, params, _ = load_folder(str(START_MODEL), param_dtype=jnp.float32)
-    return config, unstack_layers(params, config), Tokenizer.load(str(START_MODEL))
+    config, params, tokenizer = start_model()
+    return config, unstack_layers(params, config), tokenizer
 
 
 def real_searchers(model, given_texts=(), num_searchers=1):
