@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 from fake_groups import make_groups
 
-from tba_jax.flow.layout import Batch, RowLayout
+from tba_jax.flow.layout import RowLayout
 from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Draw
 from tba_jax.remote.channel import Channel, ChannelServer
 from tba_jax.remote.client import Client
-from tba_jax.remote.messages import Plan, decode, encode
+from tba_jax.remote.messages import Plan, decode
 from tba_jax.remote.owner import Owner, OwnerSettings
 
 LAYOUT = RowLayout(1, 2, Padding((4,), (8,), 0))
@@ -65,7 +65,10 @@ def test_everyone_receives_what_the_owner_decided_before_and_after():
     assert early.result(5) == other.result(5) == late.result(5)
     found = decode(late.result(5))
     assert found[:2] == plan[:2] and not found.draws
-    np.testing.assert_array_equal(found.batch.tokens, plan.batch.tokens)
+    assert found.batch.segments is None
+    for sent, x in zip(plan.batch, found.batch, strict=True):
+        np.testing.assert_array_equal(x, sent)
+        assert getattr(x, "dtype", None) == getattr(sent, "dtype", None)
     assert request(owner, 5).result(5) == b""
     for step in (5, 6, 7):
         owner.step(step, no)
@@ -118,20 +121,3 @@ def test_a_failure_of_this_process_ends_its_wait(pod):
 
     with pytest.raises(LookupError, match="a searcher failed"):
         pod.client.step(0, wants_stop)
-
-
-def test_a_batch_is_exact_after_its_transfer():
-    rng = np.random.default_rng(0)
-    arrays = {
-        name: rng.standard_normal((3, i + 1)).astype("float32" if i % 2 else "int32")
-        for i, name in enumerate(Batch._fields)
-    }
-    arrays["num_computed"] = np.int32(7)
-    arrays["mask"], arrays["segments"] = rng.random((3, 2)) < 0.5, None
-    sent = Plan(publish=False, batch=Batch(**arrays))
-    back = decode(encode(sent))
-    assert back[:2] == sent[:2] and back.batch is not None and back.batch.segments is None
-    for name, array in arrays.items():
-        if array is not None:
-            np.testing.assert_array_equal(getattr(back.batch, name), array)
-            assert getattr(back.batch, name).dtype == array.dtype
