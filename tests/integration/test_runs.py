@@ -58,6 +58,8 @@ def test_two_searchers_sigkill_and_resume_have_the_losses_of_the_reference(
     done = run(workdir, *two, cache=cache)
     assert "resumed" in done.stdout and "step 4 of 8" in done.stdout
     assert losses(workdir) == expected
+    steps = [[x["step"] for x in lines(y / "samples.jsonl")] for y in (workdir, reference)]
+    assert steps[0] == steps[1]
     for name in ("eval", "ledger", "staleness"):
         assert report(workdir)[name] == report(reference)[name]
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run writes to metrics.jsonl and samples.jsonl, and what a resume does to them."""
+"""Responses that a run writes to samples.jsonl."""
 
 import contextlib
 from dataclasses import replace
@@ -33,18 +33,6 @@ def shown(num_tokens):
     prompt = Prompt(5, "why", np.zeros(1, np.int32), {"answer": "b"})
     ones = np.ones((2, num_tokens + 3), np.float32)
     return Shown(Draw(prompt, (y,), True, (0,)), -ones, -3 * ones)
-
-
-def test_what_is_done_again_is_dropped(tmp_path):
-    with opened(tmp_path) as logs:
-        for step in range(1, 7):
-            logs.metrics.write(step, {})
-            logs.add_step(step, shown(1))
-    with opened(tmp_path) as logs:
-        logs.cut_back(lambda record: record["step"] <= 3)
-        logs.metrics.write(4, {})
-    assert [r["step"] for r in read_jsonl(tmp_path / "samples.jsonl")] == [1, 2, 3]
-    assert [r["step"] for r in read_jsonl(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
 
 
 def test_responses_of_a_whole_run_are_written_with_their_ratios(tmp_path):
