@@ -11,9 +11,9 @@ distribution that the tokens were sampled from. With a fixed number of slots, ev
 response depends only on its own prompt, key and settings.
 
 On an accelerator, a chunk is read after the next one was launched, so that the device computes
-while host and caller are busy. A slot that the chunk frees is then idle for one more chunk; so the
-chunk is read before if requests wait for slots. On a CPU, whose cores programs and host share, a
-chunk is read at once (`Programs.launches_ahead`).
+while host and caller are busy. A slot that the chunk frees is then idle for one more chunk.
+Therefore, if requests wait for slots, the chunk is read before the next launch. On a CPU, whose
+cores programs and host share, a chunk is read at once (`Programs.launches_ahead`).
 
 With `keeps_caches`, the caches of ended responses stay on the device until a prompt continues them,
 another response needs the row, or the weights change. Invariant: a kept cache is used with the
@@ -234,10 +234,10 @@ class Session:
         return self.decoder.copy(into, source, *pairs, np.int32(len(rows)))
 
     def _read_prompts(self, most: int) -> None:
-        """Read prompts of the queue into the pool, for at most `most` samples, or one prompt.
+        """Read prompts of the queue into the pool until they have `most` samples; at least one.
 
-        All are read in pieces of one width, which holds what is left of the first prompt if any
-        width does.
+        A cached prefix is not read again. The pieces of all prompts have one width: the smallest
+        one that the rest of the first prompt fits into, or the largest.
         """
         pieces, first, width, size = self.decoder.pieces, self._num_kept, 0, 1
         lefts, prefixes, num_samples = list[np.ndarray](), list[tuple[int, int]](), 0
@@ -275,7 +275,7 @@ class Session:
             at = np.stack([first + np.arange(size, dtype=np.int32), at[1] + piece[1]])
 
     def _assign(self, slot: int, sample: _Sample | None) -> None:
-        """Assign a sample to a slot, or empty the slot; from the next launch on."""
+        """Assign a sample to a slot, or empty it; the next launched chunk uses the change."""
         new = Slots(stop_ids=-1)
         if sample is not None:
             prompt, settings = sample.prompt, sample.settings

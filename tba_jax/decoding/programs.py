@@ -178,7 +178,7 @@ class Programs:
         return NamedSharding(found.mesh, PartitionSpec()) if is_mesh else found
 
     def abstract_cache(self, num_rows: int, where: Sharding | None = None) -> Caches:
-        """Return shapes of caches, sharded by `cache_sharding`; on a single device, by `where`."""
+        """Return shapes of caches, with `cache_sharding`; without it, with the sharding `where`."""
         sizes = num_rows, self.cache_length, self.compute_dtype, self._most_added
         shapes = jax.eval_shape(lambda: kv_cache.empty_layers(self.config, *sizes))
         return jax.tree.map(lambda x: x.update(sharding=self.cache_sharding or where), shapes)
@@ -399,7 +399,7 @@ class Programs:
 
 @jax.vmap
 def _written(old: Array, new: Array, at: Array) -> Array:
-    """Return caches [n g c e] with columns [n g m e] written from column at [n] of each row."""
+    """Return caches [n g c e] in which `new` [n g m e] replaces m columns from column `at` [n]."""
     return jax.lax.dynamic_update_slice(old, new, (0, at, 0))
 
 

@@ -52,7 +52,7 @@ class Scores(NamedTuple):
 
     @property
     def needs_mask(self) -> bool:
-        """Whether cuDNN needs a mask: the key that stands for sinks is outside of every window."""
+        """Whether cuDNN needs a mask, because a window would hide the key that stands for sinks."""
         return self.window is not None and self.sinks is not None
 
     def sinks_like(self, shape: tuple[int, ...], axes: tuple[int, int]) -> Array | None:
@@ -66,7 +66,7 @@ PLAIN = Scores()
 
 
 class Kernels(NamedTuple):
-    """What decides which kernel computes attention, besides the arrays.
+    """Settings and devices that, with the arrays, select the kernel of attention.
 
     Attributes:
         wanted: setting model.attention: auto, or xla: no kernels.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One layer of the transformer: its parameters, their logical axes, and its computation.
 
-Only this module and `transformer` use Flax NNX. An argument defines which keys the queries see.
+Only this module and `transformer` use Flax NNX. The caller defines which keys the queries see.
 """
 
 import math

@@ -34,9 +34,9 @@ def attend(
 
     Args:
         mask, first: as in `attention.Visible`.
-        seen: whether each query sees each key, as cuDNN's dense bias, which cuDNN reads once per
-            head; an einsum would write the scores and read them several times. None: causal rows
-            of one sequence; cuDNN skips keys that causal masks and lengths hide.
+        seen: whether each query sees each key; cuDNN reads it once per head, as a dense bias.
+            None: each row has one sequence with causal attention, and cuDNN skips the keys that
+            the causal mask and the lengths hide.
         window, sinks: as in `attention.Scores`; the window is part of `seen` if that is given.
     """
     b, s, g, r, e = q.shape

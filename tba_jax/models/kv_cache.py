@@ -17,7 +17,7 @@ class KVCache(NamedTuple):
     values: Float[Array, "n g c e"]
 
     def positions(self, length: Int[Array, " n"]) -> Int[Array, "n c"]:
-        """Return the newest position of each column, of `length`; negative if it has none."""
+        """Return the newest position in each column after `length` tokens; negative: empty."""
         num, last = self.keys.shape[2], length[:, None] - 1
         return last - (last - jnp.arange(num)[None]) % num
 

@@ -107,7 +107,7 @@ def parts(exact: Params, held: Params, config: TransformerConfig) -> tuple[Any, 
 
     Args:
         exact: the base; layers stacked, or separate as in the decoder; leaves of any type.
-        held: the same in the precision of the other leaves, with scales if it is quantised.
+        held: the base as searchers store it, rounded or quantised; has the other leaves.
         config: the architecture, with adapters.
     """
     assert config.adapters is not None

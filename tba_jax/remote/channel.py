@@ -51,10 +51,10 @@ class Endpoint(NamedTuple):
 
 
 def own_address(towards: str = "") -> str:
-    """Return the address of this machine that reaches another; "": that of the default route.
+    """Return the address of this machine on the route to `towards`; "": on the default route.
 
-    It is a loopback address only if `towards` is one: a client elsewhere would show its token to
-    its own machine.
+    The result is a loopback address only if `towards` is one. With a loopback address, a client on
+    another machine would send its token to a server of its own machine.
     """
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((towards or "192.0.2.1", 9))  # sends nothing: the kernel chooses

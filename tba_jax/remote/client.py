@@ -64,7 +64,7 @@ class Client:
         self._sent_s, self._retry_s = -math.inf, 0.0
 
     def join(self, searchers: Sequence[int], identity: str) -> None:
-        """Join the owner, and forget everything of an earlier one; raises as `exchange`."""
+        """Join the owner, and discard tickets and results of an earlier join; see `exchange`."""
         request = encode((tuple(searchers), self.host, identity))
         place = decode(self._call("join", lambda: request), str)
         with self._lock:

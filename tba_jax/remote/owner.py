@@ -222,10 +222,10 @@ class Owner:
     def _admits(self, version: int, is_new: bool) -> bool:
         """Return whether a ticket may begin with weights of this version.
 
-        The trainer uses groups in the order of their versions, m p fresh groups per step. So a
-        ticket of version v begins at step t only while fewer than (v + bound + 1 - t) m p groups
-        are open or unused (the rule of AReaL, arXiv 2505.24298, without replayed groups). A batch
-        may consist of fresh groups only, so the limit is at least p groups.
+        A step uses m p fresh groups, the oldest versions first: p prompts, a share m of them fresh.
+        So a ticket of version v begins at step t only while fewer than (v + bound + 1 - t) m p
+        groups are open or unused (the rule of AReaL, arXiv 2505.24298, without replayed groups).
+        A batch may consist of fresh groups only, so the limit is at least p groups.
         """
         if self._allowed is not None:
             total, wanted = self._allowed
@@ -283,7 +283,7 @@ class Owner:
             self._step, self._num_fresh = step, num_fresh
 
     def allow(self, total: int, version: int) -> None:
-        """Let `total` tickets of the run begin, with this version; (0, -1): none, until later."""
+        """Allow the first `total` tickets, with weights of `version` only (driver=sync)."""
         with self._lock:
             self._allowed = total, version
             left = total - self._num_begun + len(self._again)
@@ -298,7 +298,7 @@ class Owner:
 
     @property
     def is_filled(self) -> bool:
-        """Whether the responses that the first step needs, all given ones too, have results."""
+        """Whether all given responses and those of `search.initial_fill` have results."""
         wanted = self.settings.initial_fill + sum(len(each.responses) for each in self._given)
         with self._lock:
             left = min(self._next, *self._again, *self._open, self.num_given)
@@ -421,7 +421,7 @@ class Owner:
 
     @property
     def absent(self) -> list[int]:
-        """IDs of the searchers of other processes that no process runs."""
+        """IDs of searchers that no connected process runs, without those of this process."""
         with self._lock:
             running = {searcher for each in self._connected() for searcher in each.searchers}
             return [searcher for searcher in self.remote_searchers if searcher not in running]

@@ -55,7 +55,7 @@ from tba_jax.weights.memory import Weights
 
 @dataclasses.dataclass
 class Evaluated:
-    """First and newest evaluation of a run, with texts, and the newest step; -1 before any."""
+    """First and newest evaluation of a run, with texts; step of the newest one, or -1."""
 
     before: dict[str, Any] | None = None
     after: dict[str, Any] | None = None

@@ -39,7 +39,7 @@ class CheckpointError(RunError):
 
 
 def tell(error: BaseException) -> int:
-    """Print an error as one line, after an unexpected traceback; return the exit code."""
+    """Print an error as one line, an unexpected one with its traceback; return the exit code."""
     whole = error
     while isinstance(error, WorkerError) and error.__cause__ is not None:
         error = error.__cause__

@@ -181,7 +181,7 @@ class Loop:
         return self._plan.batch, self._plan.draws
 
     def _log(self, finished: Sequence[Finished], extras: dict[int, dict[str, Any]]) -> None:
-        """Log steps whose results have arrived; their metrics leave `extras`."""
+        """Log steps whose results have arrived, and remove their metrics from `extras`."""
         run = self.run
         for step, values, shown in finished:
             extra = extras.pop(step)
@@ -315,7 +315,7 @@ class Loop:
         return reports
 
     def no_batch(self) -> list[Report]:
-        """With driver=async, wait and merge; raise RunError after many merged responses."""
+        """Wait and merge (driver=async); raise RunError if many merged groups make no batch."""
         run, config = self.run, self.run.config
         why = "every response of the last tickets was rejected, evicted or aged out"
         if not self._is_sync:

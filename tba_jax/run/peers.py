@@ -19,7 +19,7 @@ from tba_jax.run.errors import UserError
 
 
 def start_cluster(config: Config, address: Address | None = None) -> Cluster:
-    """Set the options that JAX reads at its start, and join a job; None: there is no other process.
+    """Set the options that JAX reads at its start, and join the job at `address`; None: no job.
 
     Raises:
         PeerError: the other processes do not join.

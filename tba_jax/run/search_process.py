@@ -84,9 +84,9 @@ def search_apart(
     cluster: Cluster,
     wants_stop: Callable[[], bool],
 ) -> None:
-    """Search until the run ends, in a process of a job, `cluster`, that does not train.
+    """Search until the run ends, in a process of the job `cluster` that does not train.
 
-    A process without searchers waits for the end; the owner receives its signal.
+    A process without searchers waits for the end, and reports its stop signals to the owner.
     """
     if not searchers:
         with contextlib.suppress(RunEnded):

@@ -2,7 +2,7 @@
 """Parts of a process that searches, with or without a trainer: devices, model, rewards, searchers.
 
 `open_shared` opens what trainers and searchers use; `make_searchers` builds searchers without a
-trainer. This module reads only the weights of rewards, and of adapters' base.
+trainer. This module reads the weights of reward models and of the base of adapters, and no others.
 """
 
 import dataclasses

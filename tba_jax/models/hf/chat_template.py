@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jinja templates of chats, with what transformers gives to them."""
+"""Jinja templates of chats, with the functions and filters of transformers."""
 
 import datetime
 import functools

@@ -56,8 +56,8 @@ class Stored(NamedTuple):
 
     Attributes:
         code: dtype code in the file; `DTYPES` has the codes of floating point.
-        array: view of the mapped file; the bytes of a dtype that cannot be read.
-        scales: exponents of four-bit values, of which `array` has two in a byte: MXFP4.
+        array: values, a view of the mapped file; bytes if the dtype cannot be read.
+        scales: exponents of the values in MXFP4, of which a byte of `array` has two; else None.
     """
 
     code: str
