@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tba_jax.report.jsonl import jsonable
+from tba_jax.report.jsonl import jsonable, stream_jsonl
 
 TRACKER_PACKAGES = {"trackio": "trackio", "wandb": "wandb", "tensorboard": "tensorboardX"}
 """Kind of a tracker, which is also the name of the extra -> its Python package."""
@@ -22,7 +22,8 @@ class MultiWriter:
     """Writer of metrics that forwards to several writers.
 
     Args:
-        writers: objects with `write` and `close`; a tracker also has `write_samples`.
+        writers: objects with `write` and `close`; a tracker also has `write_samples`, and `logged`:
+            (step, kind) of the lines that it has from an earlier process of the run.
     """
 
     def __init__(self, writers: Sequence[Any]) -> None:
@@ -31,7 +32,8 @@ class MultiWriter:
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Record `values` (metric name -> number, string or list) of one optimiser step."""
         for writer in self._writers:
-            writer.write(step, values)
+            if (step, _kind(values)) not in getattr(writer, "logged", ()):
+                writer.write(step, values)
 
     def write_samples(self, step: int, of: str, samples: Sequence[Mapping[str, Any]]) -> None:
         """Write responses to the trackers.
@@ -41,7 +43,7 @@ class MultiWriter:
             samples: records of samples.jsonl.
         """
         for writer in self._writers:
-            if hasattr(writer, "write_samples"):
+            if hasattr(writer, "logged") and (step, f"samples/{of}") not in writer.logged:
                 writer.write_samples(step, of, samples)
 
     def close(self) -> None:
@@ -57,6 +59,20 @@ def finite_numbers(values: Mapping[str, Any]) -> dict[str, float]:
     return {name: float(x) for name, x in numbers.items() if isinstance(x, int | float)}
 
 
+def _kind(values: Mapping[str, Any]) -> str:
+    """Return the kind of a line, by a name that only lines of this kind have; else "train"."""
+    return min(values.keys() & {"eval/n", "samples/eval", "samples/train"}, default="train")
+
+
+def _logged(workdir: Path, delay_s: float) -> set[tuple[int, str]]:
+    """Return the lines of metrics.jsonl, with their samples, that are older than the delay."""
+    lines = stream_jsonl(workdir / "metrics.jsonl")
+    times = {(x["step"], _kind(x)): x.get("time_s", 0.0) for x in lines}
+    last = max(times.values(), default=0.0) - delay_s
+    found = {key for key, time_s in times.items() if time_s <= last}
+    return found | {(step, f"samples/{kind.removesuffix('/n')}") for step, kind in found}
+
+
 def _table(step: int, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the arguments of the table of responses in trackio and W&B."""
     rows = [[step, s["prompt"], "".join(s["tokens"]), s["reward"]] for s in samples]
@@ -64,22 +80,18 @@ def _table(step: int, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 class TensorBoardWriter:
-    """Scalars and responses in TensorBoard event files; a resumed run replaces later values."""
+    """Scalars and responses in TensorBoard event files, written every second."""
 
-    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        self._open: Any = importlib.import_module("tensorboardX").SummaryWriter
-        self._folder, self._config, self._opened = str(folder), config, None
-
-    def _writer(self, step: int) -> Any:
-        if self._opened is None:
-            self._opened = self._open(self._folder, purge_step=step)
-            text = "".join(f"    {name} = {value}\n" for name, value in self._config.items())
-            self._opened.add_text("config", text, step)
-        return self._opened
+    def __init__(self, workdir: Path, config: Mapping[str, Any]) -> None:
+        self.logged, folder = _logged(workdir, 2.0), str(workdir / "tensorboard")
+        package: Any = importlib.import_module("tensorboardX")
+        self._writer = package.SummaryWriter(folder, flush_secs=1)
+        text = "".join(f"    {name} = {value}\n" for name, value in config.items())
+        self._writer.add_text("config", text)
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         for name, value in finite_numbers(values).items():
-            self._writer(step).add_scalar(name, value, step)
+            self._writer.add_scalar(name, value, step)
 
     def write_samples(self, step: int, of: str, samples: Sequence[Mapping[str, Any]]) -> None:
         """Add responses as indented text, so that TensorBoard interprets no markup."""
@@ -88,18 +100,14 @@ class TensorBoardWriter:
             for sample in samples
         )
         indented = "".join(f"    {line}\n" for line in text.splitlines())
-        self._writer(step).add_text(f"samples/{of}", indented, step)
+        self._writer.add_text(f"samples/{of}", indented, step)
 
     def close(self) -> None:
-        if self._opened is not None:
-            self._opened.close()
+        self._writer.close()
 
 
 class TrackioWriter:
-    """Scalars and responses in a trackio project on this machine.
-
-    `trackio show --project PROJECT` is the live page. A value of a step that an earlier process of
-    the run logged, before it was killed, is not logged again.
+    """Scalars and responses in a trackio project; `trackio show --project PROJECT` is a live page.
 
     Args:
         name: name of the run; a resumed work directory continues the run of this name.
@@ -108,8 +116,7 @@ class TrackioWriter:
     def __init__(self, project: str, *, name: str, config: Mapping[str, Any]) -> None:
         self._trackio: Any = importlib.import_module("trackio")
         storage = importlib.import_module("trackio.sqlite_storage").SQLiteStorage
-        earlier = storage.get_logs(project, name)
-        self._logged = {(row["step"], key) for row in earlier for key in row}
+        self.logged = {(row["step"], _kind(row)) for row in storage.get_logs(project, name)}
         options: Any = {"embed": False, "auto_log_gpu": False, "auto_log_cpu": False}
         with contextlib.redirect_stdout(io.StringIO()):  # the printed lines are those of the run
             self._run = self._trackio.init(
@@ -117,15 +124,10 @@ class TrackioWriter:
             )
 
     def write(self, step: int, values: Mapping[str, Any]) -> None:
-        self._log(step, finite_numbers(values))
+        self._run.log(finite_numbers(values), step=step)
 
     def write_samples(self, step: int, of: str, samples: Sequence[Mapping[str, Any]]) -> None:
-        self._log(step, {f"samples/{of}": self._trackio.Table(**_table(step, samples))})
-
-    def _log(self, step: int, values: Mapping[str, Any]) -> None:
-        new = {key: value for key, value in values.items() if (step, key) not in self._logged}
-        if new:
-            self._run.log(new, step=step)
+        self._run.log({f"samples/{of}": self._trackio.Table(**_table(step, samples))}, step=step)
 
     def close(self) -> None:
         with contextlib.redirect_stdout(io.StringIO()):
@@ -133,13 +135,10 @@ class TrackioWriter:
 
 
 class WandbWriter:
-    """Scalars and responses in Weights & Biases.
+    """Scalars and responses in Weights & Biases; `options` are arguments of `wandb.init`."""
 
-    Args:
-        options: arguments of `wandb.init`. With the same `id`, a run continues.
-    """
-
-    def __init__(self, **options: Any) -> None:
+    def __init__(self, workdir: Path, **options: Any) -> None:
+        self.logged = _logged(workdir, 15.0)  # W&B writes its file every 15 seconds
         self._wandb: Any = importlib.import_module("wandb")
         self._run = self._wandb.init(resume="allow", **options)
         # W&B drops values of steps before its newest step; an evaluation may end after later steps.
@@ -170,10 +169,10 @@ def make_tracker(tracker: str, workdir: Path, config: Mapping[str, Any], run_id:
     options = {"project": project, "name": workdir.name, "dir": str(workdir), "id": run_id or None}
     try:
         if kind == "tensorboard":
-            return TensorBoardWriter(workdir / "tensorboard", config)
+            return TensorBoardWriter(workdir, config)
         if kind == "trackio":
             return TrackioWriter(project, name=f"{workdir.name}-{run_id[:8]}", config=config)
-        return WandbWriter(**options, config=dict(config))
+        return WandbWriter(workdir, **options, config=dict(config))
     except ImportError as error:
         raise ValueError(
             f"log.tracker={kind}: the package {TRACKER_PACKAGES[kind]} cannot be imported "

@@ -112,39 +112,48 @@ def test_wandb_gets_finite_numbers_and_continues_its_run(monkeypatch, tmp_path):
 LOGGING = """
 import os, sys, time
 from pathlib import Path
+from tba_jax.report.jsonl import JsonlWriter
 from tba_jax.report.writers import MultiWriter, make_tracker
-first, last, is_killed = map(int, sys.argv[1:])
-tracker = make_tracker("trackio:p", Path("runs/a"), {"seed": 1}, "0123456789")
+folder, (first, last, is_killed) = Path("a"), map(int, sys.argv[2:])
+folder.mkdir(exist_ok=True)
+tracker, log = make_tracker(sys.argv[1], folder, {}, "run"), JsonlWriter(folder / "metrics.jsonl")
+log.keep(lambda line: line["step"] < first)
+writer = MultiWriter([log, tracker])
 for step in range(first, last):
-    tracker.write(step, {"train/loss": step + 0.5, "text": "x"})
-    sample = {"reward": 1, "prompt": "<b>", "tokens": "4"}
-    MultiWriter([tracker]).write_samples(step, "eval", [sample])
-tracker.write(first, {"eval/pass_at_1": 0.25})
+    writer.write_samples(step, "train", [{"reward": 1, "prompt": "<b>", "tokens": "4"}])
+    writer.write(step, {"time_s": 10 * step, "train/loss": step + 0.5, "text": "x"})
+writer.write(first, {"time_s": 10 * last, "eval/n": 8})
 if is_killed:
     time.sleep(3)
     os._exit(9)
-tracker.close()
+writer.close()
 """
+READING = {
+    "trackio:p": "from trackio.sqlite_storage import SQLiteStorage as s\n"
+    "rows = [(name, row['step']) for row in s.get_logs('p', 'a-run') for name in row]",
+    "tensorboard": "from tensorboard.backend.event_processing import event_accumulator as e\n"
+    "found = e.EventAccumulator('a/tensorboard').Reload()\n"
+    "rows = [(x, y.step) for x in found.Tags()['scalars'] for y in found.Scalars(x)]\n"
+    "rows += [('samples/train', y.step) for y in found.Tensors('samples/train/text_summary')]",
+}
 
 
-def test_a_killed_and_resumed_run_logs_each_step_once_to_trackio(tmp_path):
-    pytest.importorskip("trackio")
+@pytest.mark.parametrize("tracker", READING)
+def test_a_killed_and_resumed_run_logs_each_step_once(tracker, tmp_path):
+    pytest.importorskip(tracker.split(":")[0])
     environment = {**os.environ, "TRACKIO_DIR": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
 
     def python(*arguments):
-        command = [sys.executable, "-c", *arguments]
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+        command, pipes = [sys.executable, "-c", *arguments], {"capture_output": True, "text": True}
+        return subprocess.run(command, env=environment, cwd=tmp_path, timeout=120, **pipes)
 
     for code, arguments in ((9, ("0", "6", "1")), (0, ("3", "9", "0"))):
-        done = python(LOGGING, *arguments)
+        done = python(LOGGING, tracker, *arguments)
         assert (done.returncode, done.stdout) == (code, ""), done.stderr
-    read = "import json; from trackio.sqlite_storage import SQLiteStorage as s;"
-    rows = json.loads(python(f"{read} print(json.dumps(s.get_logs('p', 'a-01234567')))").stdout)
-    losses = [(row["step"], row["train/loss"]) for row in rows if "train/loss" in row]
-    assert losses == [(step, step + 0.5) for step in range(9)]
-    assert [row["step"] for row in rows if "samples/eval" in row] == list(range(9))
-    assert [row["step"] for row in rows if "eval/pass_at_1" in row] == [0, 3]
+    rows = json.loads(python(f"import json\n{READING[tracker]}\nprint(json.dumps(rows))").stdout)
+    for name, steps in (("train/loss", range(9)), ("samples/train", range(9)), ("eval/n", (0, 3))):
+        assert sorted(step for each, step in rows if each == name) == list(steps), name
 
 
 def test_plain_lines_come_at_intervals_and_what_is_new_at_once():
