@@ -34,9 +34,9 @@ def _print_commands(name: str) -> int:
     if name not in ("--help", "-h"):
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         raise UserError(
-            f"there is no command {name!r}"
-            + (f"; did you mean {near[0]}?" if near else "")
-            + " `python -m tba_jax` lists the commands"
+            f"there is no command {name!r}; there are {', '.join(COMMANDS)}. "
+            + (f"Did you mean {near[0]}? " if near else "")
+            + "`python -m tba_jax` says what each does, and `main` trains"
         )
     print("usage: python -m tba_jax COMMAND --help\n")
     for command, meaning in COMMANDS.items():
