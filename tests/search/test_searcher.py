@@ -8,7 +8,6 @@ from fake_search import ByFunction, World
 from fake_tickets import IDENTITY, House
 
 from tba_jax.config.schema import make_config
-from tba_jax.devices.worker import StopFlag, Worker, WorkerError
 from tba_jax.environments.episode import Episode
 from tba_jax.flow.padding import Padding
 from tba_jax.flow.tickets import Ticket
@@ -69,22 +68,18 @@ def test_a_searcher_over_the_bound_waits():
     assert len(world.run(3)) == 4
 
 
-def test_a_grader_that_fails_stops_its_searcher_and_is_named():
+def test_a_grader_that_fails_is_an_error_and_nothing_comes_back():
+    """Of a worker, which then stops its siblings: devices/test_process.py."""
+
     class LostPool:
         async def score(self, completions):
             raise OSError("no process is left")
 
-    world, stop = World(reward=LostPool()), StopFlag()
-    workers = [
-        Worker("searcher-0", world.searcher.step, stop, idle_s=0.001).start(),
-        Worker("grader-0", world.searcher.grade, stop, idle_s=0.001).start(),
-    ]
-    assert stop.wait(30.0)
-    for worker in workers:
-        worker.join(30.0)
-    with pytest.raises(WorkerError, match="grader-0 failed: OSError: no process is left"):
-        stop.check()
-    assert not world.owner._results  # what was not graded does not come back
+    world = World(reward=LostPool())
+    world.searcher.step()
+    with pytest.raises(OSError, match="no process is left"):
+        world.searcher.grade()
+    assert not world.owner._results
 
 
 LENGTH = ByFunction(lambda text, ids: None if text == "9" else float(len(text)))
