@@ -185,21 +185,21 @@ def test_rooms_stay_within_their_limit(room):
 # Lines of tests, by rooms; "" is this folder itself, with the parts that rooms share.
 OTHERS = ("bench", "devices", "flow", "launch", "storage", "studies", "tasks", "weights")
 TEST_LIMITS = {
-    ("models", "decoding", "golden"): 3790,
-    ("train",): 1480,
-    ("replay",): 629,
-    ("search", "evaluation"): 930,
-    ("chaos",): 522,
+    ("models", "decoding", "golden"): 3750,
+    ("train",): 1387,
+    ("replay",): 600,
+    ("search", "evaluation"): 917,
+    ("chaos",): 523,
     ("rewards", "environments"): 2043,
-    ("integration",): 960,  # with the restart of a fleet, which was a test of run
-    ("planning",): 610,
-    ("report", "commands"): 921,
-    ("config",): 450,
+    ("integration",): 935,  # with the restart of a fleet, which was a test of run
+    ("planning",): 592,
+    ("report", "commands"): 999,
+    ("config",): 422,
     ("serving",): 1079,
-    ("remote",): 715,
-    ("run",): 1030,
-    OTHERS: 1930,
-    ("",): 2125,  # with padded responses, which were a part of the package
+    ("remote",): 692,
+    ("run",): 1076,
+    OTHERS: 2052,
+    ("",): 1800,  # with padded responses, which were a part of the package
 }
 
 

@@ -52,7 +52,6 @@ def command(folder, **fields):
 
 
 BROKEN = {
-    "no data": ({"task__data_path": None}, r"task.data_path = '': task custom needs data"),
     "a server that is not there": (
         {"search__engine": "http://127.0.0.1:9/v1", "lora__rank": 4},
         "config.search.engine = 'http://127.0.0.1:9/v1': not reachable",
