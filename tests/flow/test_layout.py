@@ -137,13 +137,7 @@ def test_rows_that_lack_the_reference_are_listed_in_a_few_sizes():
     assert lay_out(draws, reference="none").missing is None
 
 
-def test_advantages_lie_where_their_tokens_do():
-    def with_own(y):
-        return dataclasses.replace(y, token_advantages=y.response_tokens / np.float32(8))
-
-    draws = [make_draw(3, map(with_own, d.trajectories), i) for i, d in enumerate(two_draws())]
-    batch = lay_out(draws, has_advantages=True)
-    assert batch.advantages[1, 1].tolist() == [5 / 8, 6 / 8, 7 / 8, 0]
+def test_a_response_without_advantages_is_refused_where_the_loss_reads_them():
     with pytest.raises(ValueError, match="a response to prompt 0 has no advantages"):
         lay_out(two_draws(), has_advantages=True)
 

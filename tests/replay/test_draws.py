@@ -150,13 +150,6 @@ def test_groups_of_the_newest_merge_are_drawn_again_uniformly(bound, num_fresh):
     assert len(set(prompts_of(draws))) == 4 and buffer.ledger()["fresh_short"] == 1
 
 
-def test_nothing_to_draw_means_wait():
-    buffer = make_buffer()
-    assert buffer.draw(2, 2, 0) is None
-    buffer.merge(make_groups({1: []}, rejected={1: {"reward_error": 3}}), 0)
-    assert buffer.draw(2, 2, 0) is None
-
-
 def test_under_a_bound_groups_wait_oldest_version_first():
     buffer = make_buffer(recency_prob=1.0, pace="trainer", max_staleness=5)
     # A slow searcher's group of version 1 comes with a later merge than those of version 3.
