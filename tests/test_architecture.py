@@ -187,7 +187,7 @@ OTHERS = ("bench", "devices", "flow", "launch", "storage", "studies", "tasks", "
 TEST_LIMITS = {
     ("models", "decoding", "golden"): 3750,
     ("train",): 1387,
-    ("replay",): 600,
+    ("replay",): 593,
     ("search", "evaluation"): 917,
     ("chaos",): 523,
     ("rewards", "environments"): 2043,
@@ -198,7 +198,7 @@ TEST_LIMITS = {
     ("serving",): 1079,
     ("remote",): 692,
     ("run",): 1076,
-    OTHERS: 2052,
+    OTHERS: 2046,
     ("",): 1800,  # with padded responses, which were a part of the package
 }
 
