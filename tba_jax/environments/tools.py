@@ -13,10 +13,18 @@ from typing import Any
 
 from tba_jax.environments.sandbox import run_python
 
-PYTHON_TIMEOUT_S = 5.0
-PYTHON_MEMORY_BYTES = 2**30
 _MAX_BITS = 4096  # maximum size of an integer
 _MAX_CHARACTERS = 1000  # maximum length of an expression
+
+
+def _power(base: int | float, exponent: int | float) -> int | float:
+    if isinstance(base, int) and base.bit_length() * abs(exponent) > _MAX_BITS:
+        raise ValueError("the power is too large")
+    value = base**exponent
+    if isinstance(value, complex):
+        raise ValueError("the power is not a real number")
+    return value
+
 
 _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Add: operator.add,
@@ -25,6 +33,7 @@ _OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
+    ast.Pow: _power,
     ast.UAdd: operator.pos,
     ast.USub: operator.neg,
 }
@@ -58,22 +67,11 @@ def _value(node: ast.AST) -> int | float:
             return math.pi
         case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
             return _OPERATORS[type(op)](_value(operand))
-        case ast.BinOp(left=left, op=ast.Pow(), right=right):
-            return _power(_value(left), _value(right))
         case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
             return _OPERATORS[type(op)](_value(left), _value(right))
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FUNCTIONS:
             return _FUNCTIONS[name](*map(_value, args))
     raise ValueError(f"{ast.unparse(node)[:80]} is not arithmetic")
-
-
-def _power(base: int | float, exponent: int | float) -> int | float:
-    if isinstance(base, int) and base.bit_length() * abs(exponent) > _MAX_BITS:
-        raise ValueError("the power is too large")
-    value = base**exponent
-    if isinstance(value, complex):
-        raise ValueError("the power is not a real number")
-    return value
 
 
 def python(code: str) -> str:
@@ -87,4 +85,4 @@ def python(code: str) -> str:
     Returns:
         The printed text, or an error.
     """
-    return run_python(code, timeout_s=PYTHON_TIMEOUT_S, max_memory_bytes=PYTHON_MEMORY_BYTES)
+    return run_python(code, timeout_s=5.0, max_memory_bytes=2**30)
