@@ -17,7 +17,8 @@ import dataclasses
 import json
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,8 +51,6 @@ class Episode(NamedTuple):
         environment_s: seconds that the episode waited for its environment; None without one.
         path_lengths: as in `Trajectory`.
         num_failed_calls: number of tool calls that could not be parsed or executed, or that failed.
-        token_versions: int32 [t], weight version that drew each token; an observation has the
-            version of the previous turn. None: `version_max` drew every token.
     """
 
     request: int
@@ -67,7 +66,6 @@ class Episode(NamedTuple):
     environment_s: float | None = None
     path_lengths: tuple[int, ...] = ()
     num_failed_calls: int = 0
-    token_versions: np.ndarray | None = None
 
     @property
     def has_eos(self) -> bool:
@@ -98,60 +96,63 @@ class Attempt(NamedTuple):
     prompt: Prompt
     key: np.ndarray
     settings: SamplingSettings
-    version: int
 
 
-Sample = Callable[[Attempt, np.ndarray, np.ndarray, SamplingSettings], Awaitable[Response]]
-"""Samples a turn: (attempt, prompt, int32 [s], key, settings) -> response; raises `Failure`."""
+class Turn(NamedTuple):
+    """A turn that an episode awaits; `prompt` is int32 [s], and `response` may be a `Failure`."""
 
-# Columns of `Episode`, for each token of a path.
-_TOKENS = [("id", np.int32), ("logprob", np.float32), ("is_sampled", bool), ("version", np.int32)]
+    attempt: Attempt
+    prompt: np.ndarray
+    key: np.ndarray
+    settings: SamplingSettings
+    response: Future[Response]
 
 
-def _table(ids: Any, logprob: Any = 0.0, is_sampled: bool = False, version: Any = 0) -> np.ndarray:
-    """Return tokens as a structured array [s], whose columns are those of `_TOKENS`."""
-    table = np.empty(len(ids), _TOKENS)
-    columns = ids, logprob, is_sampled, version
-    for (name, _), value in zip(_TOKENS, columns, strict=True):
-        table[name] = value
+_COLUMNS = np.dtype([("id", np.int32), ("logprob", np.float32), ("is_sampled", bool)])
+
+
+def _table(ids: Any, logprob: Any = 0.0, is_sampled: bool = False) -> np.ndarray:
+    """Return tokens as a structured array [s], with the columns `_COLUMNS` of `Episode`."""
+    table = np.empty(len(ids), _COLUMNS)
+    table["id"], table["logprob"], table["is_sampled"] = ids, logprob, is_sampled
     return table
 
 
-class _Path(NamedTuple):
+@dataclasses.dataclass(eq=False)
+class Path:
     """One path of an episode.
 
     Attributes:
         tokens: all tokens as of `_table`, with those of the task's prompt.
-        num_before: number of tokens before the newest turn.
+        prompt: int32 [s], the tokens before the newest turn.
         messages: of a chat, with the answer of the newest turn.
     """
 
     tokens: np.ndarray
-    num_before: int = 0
+    prompt: np.ndarray
     messages: Messages = ()
 
 
 class Environment:
     """An episode of an `EnvironmentPool`, whose worker has an adapter of the environment."""
 
-    def __init__(self, pool: Any, attempt: Attempt, sample: Sample) -> None:
-        self.pool, self.attempt, self.sample = pool, attempt, sample
+    def __init__(self, pool: Any, attempt: Attempt, sample: Callable[[Turn], Any]) -> None:
+        self.pool, self.attempt, self._sample = pool, attempt, sample
         self.job = pool.workers.open()
         self.row = {"prompt": attempt.prompt.text, **attempt.prompt.columns}
         self.limit: FinishReason | None = None  # the limit that the episode has reached
-        self.paths: list[_Path] = []
-        self._versions = [attempt.version] * 2  # oldest and newest, of the turns
-        self._num_turns = self._num_failed_calls = 0
-        self._sampling_s = 0.0
+        self.paths: list[Path] = []
+        self._turns: list[Response] = []
+        self._num_failed_calls, self._sampling_s = 0, 0.0
         self._messages: list[Mapping[str, Any]] = []  # of a chat whose environment is no agent
 
     async def run(self) -> Episode:
         """Run the episode; a failure is printed and named, a closed pool raises WorkerFailed."""
-        start_s, finish, verdict = time.monotonic(), "done", None
+        start_s, attempt, verdict = time.monotonic(), self.attempt, None
         try:
-            finish, reward = await self.play()
-            if not self._num_turns:
-                limit = f"search.max_new_tokens = {self.attempt.settings.max_new_tokens}"
+            reward = await self.play()
+            if not self._turns:
+                limit = f"search.max_new_tokens = {attempt.settings.max_new_tokens}"
                 text = f"no turn was sampled: none was requested, or the first text fills {limit}"
                 raise Failure("environment_no_turn", text)
             if self.pool.has_reward:
@@ -161,22 +162,64 @@ class Environment:
             verdict = Score(None, error.name)
         finally:
             self.job.leave()
-        waited_s = time.monotonic() - start_s - self._sampling_s
-        return self._episode(self.limit or finish, verdict, waited_s)
+        start = attempt.prompt.tokens
+        # Without a turn the episode is rejected, but it still needs a token.
+        paths = [x.tokens[len(start) :] for x in self.paths] or [_table(start[-1:], 0.0, True)]
+        tokens = np.concatenate(paths)
+        versions = [x for y in self._turns for x in (y.version_min, y.version_max)]
+        return Episode(
+            *attempt[:2],
+            *(tokens[name].copy() for name in ("id", "logprob", "is_sampled")),
+            finish=self.limit or ("eos" if self.pool.has_tools else "done"),
+            version_min=min(versions, default=0),
+            version_max=max(versions, default=0),
+            temperature=attempt.settings.temperature,
+            verdict=verdict,
+            environment_s=time.monotonic() - start_s - self._sampling_s,
+            path_lengths=tuple(map(len, paths)) if len(paths) > 1 else (),
+            num_failed_calls=self._num_failed_calls,
+        )
 
-    async def play(self) -> tuple[FinishReason, float | None]:
-        """Return finish, unless a limit is reached, and reward; raise Failure or WorkerFailed."""
+    async def play(self) -> float | None:
+        """Return the reward of the environment, or raise Failure or WorkerFailed."""
         answer = await self.ask(("begin", self.row), "reset")
-        while "finish" not in answer:
+        while "reward" not in answer:
             try:
-                number, prompt = self._continued_by(answer["added"])
-                response = await self.turn(number, prompt)
-                # An environment receives no turn that the limit of tokens has cut.
-                message = None if response is None or self.limit else self._read(number, response)
+                message = await self._answer_to(answer["added"])
             except ValueError as error:
                 raise Failure("environment_template", str(error)) from error
             answer = await self.ask(message, "the reward" if message is None else "a turn")
-        return answer["finish"], answer["reward"]
+        return answer["reward"]
+
+    async def _answer_to(self, added: str | Messages) -> tuple[str, Any] | None:
+        """Return text and tool calls of the turn after a text, or after new messages of a chat.
+
+        None at a limit: an environment receives no turn that the limit of tokens has cut.
+        """
+        served, start, chat = self.pool.served, self.attempt.prompt.tokens, Chat(())
+        is_prompt = self.pool.first_token_only and not self._turns  # else it follows the task's
+        if isinstance(added, str):
+            tokens = served.tokenizer.encode(added, add_bos=is_prompt)
+            before = self.paths[0].tokens["id"] if self.paths else start
+            prompt = tokens if is_prompt else np.concatenate([before, tokens])
+        else:
+            self._messages += added
+            results = [x["content"] for x in added if x["role"] == "tool"]
+            if failed := [result for result in results if result.startswith(ERROR)]:
+                self._num_failed_calls += len(failed)
+                self.pool.failures.report("failed_tool_call", failed[0], "times")
+            chat = Chat(self._messages, self.pool.schemas)
+            prompt = None if self._turns or is_prompt else start
+        path, y = await self.turn(chat, prompt)
+        if y is None or self.limit:
+            return None
+        text = served.tokenizer.decode(y.tokens)
+        if not chat.messages:
+            return text, ()
+        message, calls = served.chat.read(y.tokens, text, path.prompt, chat.tools)
+        self._messages.append(message)
+        path.messages = list(self._messages)
+        return text, calls if chat.tools else ()
 
     async def ask(self, message: Any, doing: str) -> dict[str, Any]:
         """Return the worker's answer to a message; `doing` names the call."""
@@ -193,197 +236,121 @@ class Environment:
         return answer
 
     async def turn(
-        self, number: int, prompt: np.ndarray, wanted: SamplingSettings | None = None
-    ) -> Response | None:
-        """Sample a turn of a path; return None at a limit, or raise Failure for invalid tokens.
+        self, chat: Chat, prompt: np.ndarray | None, call: Call | None = None
+    ) -> tuple[Path, Response | None]:
+        """Sample a turn; return its path, and None if the episode has reached a limit.
 
         Args:
-            number: index of the path; the number of paths begins a new one.
-            prompt: int32 [s], all tokens before the turn, which begin with those of the path.
-            wanted: settings of a request: maximum number of tokens, and texts that end the turn.
+            chat: all messages before the turn; none if the turn has only a prompt.
+            prompt: int32 [s], all tokens before the turn; None: those of the chat.
+            call: request of an agent, with a maximum number of tokens and texts that end the turn.
+
+        Raises:
+            Failure: the tokens are not valid.
+            ValueError: the chat format cannot express the messages or tools.
         """
         start, settings = self.attempt.prompt.tokens, self.attempt.settings
-        if self._num_turns >= self.pool.max_turns:
+        path, prompt = self._continued(chat, prompt, call)
+        if len(self._turns) >= self.pool.max_turns:
             self.limit = "turns"
-            return None
-        if number == len(self.paths):
-            if not np.array_equal(prompt[: len(start)], start):
-                text = f"a request begins with token {prompt[0]}, and not with the prompt of the "
-                text += f"task, {start[:4].tolist()}: use chat messages or plain text in both"
-                raise Failure("environment_first_token", text)
-            self.paths.append(_Path(_table(start)))
-        before = self.paths[number].tokens
-        observed = _table(prompt[len(before) :], version=self._versions[1])
-        num_tokens = sum(len(x.tokens) - len(start) for x in self.paths) + len(observed)
-        room = settings.max_new_tokens - num_tokens
+            return path, None
+        if not np.array_equal(prompt[: len(start)], start):
+            text = f"a request begins with token {prompt[0]}, and not with the prompt of the task, "
+            text += f"{start[:4].tolist()}: use chat messages or plain text in both"
+            raise Failure("environment_first_token", text)
+        observed = _table(prompt[len(path.tokens) :])
+        lengths = [len(prompt), *(len(x.tokens) for x in self.paths if x is not path)]
+        room = settings.max_new_tokens - sum(lengths) + len(lengths) * len(start)
         if room <= 0:
             self.limit = "length"
-            return None
-        wanted = wanted or settings
+            return path, None
+        wanted = settings if call is None else call.settings
         stops = wanted.stop_strings or settings.stop_strings
         most = min(room, wanted.max_new_tokens)
         own = dataclasses.replace(settings, max_new_tokens=most, stop_strings=stops)
         key, begun_s = self.attempt.key, time.monotonic()
-        if self._num_turns:
-            key = fold_in(key, _TURNS + self._num_turns)
-        y = await self.sample(self.attempt, prompt, key, own)
+        if self._turns:
+            key = fold_in(key, _TURNS + len(self._turns))
+        turn = Turn(self.attempt, prompt, key, own, Future())
+        self._sample(turn)
+        y = await asyncio.wrap_future(turn.response)
         self._sampling_s += time.monotonic() - begun_s
-        sampled = _table(y.tokens, y.token_logprobs, True, y.token_versions)
-        self.paths[number] = _Path(np.concatenate([before, observed, sampled]), len(prompt))
-        oldest = self._versions[0] if self._num_turns else y.version_min
-        self._versions = [oldest, y.version_max]
-        self._num_turns += 1
+        sampled = _table(y.tokens, y.token_logprobs, True)
+        path.tokens, path.prompt = np.concatenate([path.tokens, observed, sampled]), prompt
+        if path not in self.paths:
+            self.paths.append(path)
+        self._turns.append(y)
         if not y.has_eos and len(y.tokens) >= room:
             self.limit = "length"
-        return y
+        return path, y
 
-    def continued_chat(self, chat: Chat) -> tuple[int, np.ndarray]:
-        """Return path and prompt of a chat, which continues a path or begins a new one.
-
-        Raises ValueError if the chat format cannot express the messages or tools.
-        """
-        chat_format = self.pool.served.chat
-        for i, path in reversed(list(enumerate(self.paths))):
-            if path.messages and continues(chat.messages, path.messages):
-                found = chat_format.bridge(*np.split(path.tokens["id"], [path.num_before]), chat)
-                if found is not None:
-                    return i, found
-        return len(self.paths), chat_format.prompt(chat)
-
-    def _continued_by(self, added: str | Messages) -> tuple[int, np.ndarray]:
-        """Return path and prompt of the turn after a text, or after new messages of a chat."""
-        start, schemas = self.attempt.prompt.tokens, self.pool.schemas
-        if isinstance(added, str):
-            before = self.paths[0].tokens["id"] if self.paths else start
-            tokens = self.pool.served.tokenizer.encode(added, add_bos=False)
-            return 0, np.concatenate([before, tokens])
-        self._messages += added
-        results = [x["content"] for x in added if x["role"] == "tool" and self.paths]
-        if failed := [result for result in results if result.startswith(ERROR)]:
-            self._num_failed_calls += len(failed)
-            self.pool.failures.report("failed_tool_call", failed[0], "times")
-        if not (self.paths or schemas):  # the whole prompt is stored
-            return 0, start
-        return self.continued_chat(Chat(self._messages, schemas))
-
-    def _read(self, number: int, response: Response) -> tuple[str, Any]:
-        """Return text and tool calls of a path's newest turn, and add it to the messages."""
-        served, schemas, path = self.pool.served, self.pool.schemas, self.paths[number]
-        text = served.tokenizer.decode(response.tokens)
-        if not self._messages:
-            return text, ()
-        prompt = path.tokens["id"][: path.num_before]
-        message, calls = served.chat.read(response.tokens, text, prompt, schemas)
-        self._messages.append(message)
-        self.paths[number] = path._replace(messages=list(self._messages))
-        return text, calls if schemas else ()
-
-    def _episode(
-        self, finish: FinishReason, verdict: Score | None, environment_s: float
-    ) -> Episode:
-        attempt, (oldest, newest) = self.attempt, self._versions
-        start = attempt.prompt.tokens
-        paths = [x.tokens[len(start) :] for x in self.paths if x.tokens["is_sampled"].any()]
-        # No token was sampled, but a rejected response still needs one.
-        paths = paths or [_table(start[-1:], is_sampled=True, version=oldest)]
-        tokens = np.concatenate(paths)
-        return Episode(
-            attempt.request,
-            attempt.sample,
-            tokens["id"].copy(),
-            tokens["logprob"].copy(),
-            tokens["is_sampled"].copy(),
-            finish,
-            oldest,
-            newest,
-            attempt.settings.temperature,
-            verdict,
-            environment_s,
-            tuple(map(len, paths)) if len(paths) > 1 else (),
-            self._num_failed_calls,
-            tokens["version"].copy(),
-        )
+    def _continued(self, chat: Chat, prompt: Any, call: Call | None) -> tuple[Path, np.ndarray]:
+        """Return the newest path that a request continues, or a new path, and all its tokens."""
+        served, start = self.pool.served, self.attempt.prompt.tokens
+        for path in reversed(self.paths):
+            before, found = path.tokens["id"], None
+            if chat.messages:
+                if path.messages and continues(chat.messages, path.messages):
+                    found = served.chat.bridge(path.prompt, before[len(path.prompt) :], chat)
+            elif call and call.kind == "completions" and isinstance(call.request.prompt, str):
+                found = extended(served.tokenizer, before, prompt, skip_special=True)
+            elif np.array_equal(prompt[: len(before)], before):
+                found = prompt
+            if found is not None:
+                return path, found
+        return Path(_table(start), start), served.chat.prompt(chat) if prompt is None else prompt
 
 
 class Agent(Environment):
     """An episode whose program requests its turns over HTTP, one after another."""
 
-    def __init__(self, pool: Any, attempt: Attempt, sample: Sample) -> None:
-        super().__init__(pool, attempt, sample)
-        self.id = secrets.token_hex(16)  # part of its base URL
-        self.request: asyncio.Task[Any] | None = None  # the open one
-        self._free = asyncio.Lock()  # held while a request is open
-        self._failed: asyncio.Future[Failure] = asyncio.get_running_loop().create_future()
-        self._refusal = ""  # reason why further requests are refused
+    _open: asyncio.Task[Any] | None = None  # the request that holds `_free`
 
-    async def play(self) -> tuple[FinishReason, float | None]:
-        begin = ("begin", {**self.row, BASE_URL: self.pool.url_of(self)})
+    async def play(self) -> float | None:
+        self.id = secrets.token_hex(16)  # part of its base URL
+        self._free, self._failed = asyncio.Lock(), asyncio.Future[Failure]()
+        self.pool.agents[self.id] = self
+        begin = ("begin", {**self.row, BASE_URL: f"{self.pool.url}/{self.id}/v1"})
         running = asyncio.ensure_future(self.ask(begin, "run()"))
         try:
             await asyncio.wait([running, self._failed], return_when=asyncio.FIRST_COMPLETED)
             if self._failed.done():
                 raise self._failed.result()
-            return "done", running.result()["reward"]
+            return running.result()["reward"]
         finally:
-            running.cancel()
             del self.pool.agents[self.id]
-            self._refusal = "this episode has ended"
-            if self.request is not None:
-                self.request.cancel()
+            for each in filter(None, (running, self._open)):
+                each.cancel()
 
-    async def answer(self, kind: Kind, body: Mapping[str, Any]) -> tuple[Call, Update]:
+    async def request(self, kind: Kind, body: Mapping[str, Any]) -> tuple[Call, Update]:
         """Return the call of a request for one turn, and the turn, or raise ApiError."""
         async with self._free:
-            self._check_open()
-            call = parse(kind, body, self.pool.served, 0)
-            number, prompt = self._continued(call)
-            self.request = asyncio.current_task()
+            if self._failed.done() or self.id not in self.pool.agents:
+                raise ApiError("this episode has ended", code="episode_ended")
+            call, self._open = parse(kind, body, self.pool.served, 0), asyncio.current_task()
             self.job.suspend_deadline()
             try:
-                response = await self.turn(number, prompt, call.settings)
-            except asyncio.CancelledError:
-                self._check_open()
-                text = "the agent's client disconnected before the answer to its request"
-                self._failed.set_result(Failure("environment_disconnect", text))
-                raise
+                path, y = await self.turn(call.chat, call.prompt, call)
             except Failure as error:
                 self._failed.set_result(error)
                 raise ApiError(str(error)) from error
+            except asyncio.CancelledError:
+                if self.id not in self.pool.agents:
+                    raise ApiError("this episode has ended", code="episode_ended") from None
+                text = "the agent's client disconnected before the answer to its request"
+                self._failed.set_result(Failure("environment_disconnect", text))
+                raise
             finally:
-                self.request = None
+                self._open = None
                 self.job.restart_deadline()
-            if response is None:
+            if y is None:
                 limits = "search.max_turns or search.max_new_tokens"
-                self._refusal = f"this episode has reached {limits}"
-            self._check_open()
-            assert response is not None
-            call = dataclasses.replace(call, prompt=prompt)
-            finish = "stop" if response.has_eos else "length"
-            update = Update(response.tokens, response.token_logprobs, finish)
+                raise ApiError(f"this episode has reached {limits}", code="episode_ended")
+            call = dataclasses.replace(call, prompt=path.prompt)
+            update = Update(y.tokens, y.token_logprobs, "stop" if y.has_eos else "length")
             if kind == "chat":
-                messages = [*call.chat.messages, call.message(update)]
-                self.paths[number] = self.paths[number]._replace(messages=messages)
+                path.messages = [*call.chat.messages, call.message(update)]
             return call, update
-
-    def _check_open(self) -> None:
-        if self._refusal or self._failed.done():
-            raise ApiError(self._refusal or "this episode has failed", code="episode_ended")
-
-    def _continued(self, call: Call) -> tuple[int, np.ndarray]:
-        """Return path and prompt of a request; the prompt begins with all tokens of the path."""
-        if call.kind == "chat":
-            return self.continued_chat(call.chat)
-        is_text = call.kind == "completions" and isinstance(call.request.prompt, str)
-        for i, path in reversed(list(enumerate(self.paths))):
-            before, found = path.tokens["id"], None
-            if is_text:
-                tokenizer = self.pool.served.tokenizer
-                found = extended(tokenizer, before, call.prompt, skip_special=True)
-            elif np.array_equal(call.prompt[: len(before)], before):
-                found = call.prompt
-            if found is not None:
-                return i, found
-        return len(self.paths), call.prompt
 
 
 def continues(messages: Messages, history: Messages) -> bool:

@@ -4,46 +4,128 @@
 A turn is a request with one sample. When a turn ends, its slot becomes free and the environment
 receives the turn. Caches of waiting conversations are kept while there is room.
 
-Invariant: sampled tokens depend on prompt, key, turn and observations. The time of observations
-changes only the rounding of log-probs. In `run` the order of all requests is fixed, too.
+Invariants: sampled tokens depend on prompt, key, turn and observations. The time of observations
+changes only the rounding of log-probs. In `run` the order of all requests is fixed, too. A call
+that hangs or ends its process costs the episodes of its worker (`environment_lost`) and no other.
 """
 
 import asyncio
 import collections
-import concurrent.futures
-import contextlib
 import dataclasses
+import itertools
 import queue
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import CancelledError, Future
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from tba_jax.decoding.engine import Decoder, Session
 from tba_jax.decoding.requests import Response, SamplingSettings, Statistics
-from tba_jax.environments.episode import Attempt, Episode
-from tba_jax.environments.pool import EnvironmentPool
+from tba_jax.environments.adapters import make_handler
+from tba_jax.environments.episode import Agent, Attempt, Environment, Episode, Turn
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.transformer import Params
-from tba_jax.serving.failures import Failure
+from tba_jax.remote.http_server import HttpServer, bind
+from tba_jax.serving.failures import Failure, FailureLines
+from tba_jax.serving.protocol import ApiError, Call, Kind, Served
+from tba_jax.serving.server import Scope, Updates, make_application
 from tba_jax.serving.vllm import InferenceServer, ServerSession
-from tba_jax.workers import MOST_DEADLINES, START_TIMEOUT_S, WorkerFailed
+from tba_jax.workers import WorkerFailed, WorkerPool
 
+DEFAULT_WORKERS = 4
+"""Number of workers; episodes share them."""
 MOST_EPISODES = 128
 """Maximum number of concurrent episodes of a session."""
-_SLACK_S = 60.0  # of a deadline on a busy machine
 
 Sessions = Decoder | InferenceServer
 """Source of decode sessions."""
 
 
-class _Turn(NamedTuple):
-    """A turn that an episode awaits."""
+@dataclasses.dataclass(eq=False)
+class EnvironmentPool:
+    """Thread-safe pool of environments; for agents also the server of their requests.
 
-    prompt: np.ndarray
-    key: np.ndarray
-    settings: SamplingSettings
-    future: "concurrent.futures.Future[Response]"
+    Attributes:
+        name: as in `adapters.load`.
+        served: the policy, with the sampling settings of the run.
+        max_turns: maximum number of the policy's turns in an episode.
+        timeout_s: deadline of a call in seconds, and of an agent between two turns.
+        num_workers, logs: as of `WorkerPool`.
+    """
+
+    name: str
+    served: Served
+    _: dataclasses.KW_ONLY
+    max_turns: int
+    timeout_s: float
+    num_workers: int = DEFAULT_WORKERS
+    logs: Path | None = None
+
+    def __post_init__(self) -> None:
+        options: Any = {"num_workers": self.num_workers, "logs": self.logs}
+        self.workers = WorkerPool("environment", make_handler, (self.name,), **options)
+        self.has_reward = self.has_tools = self.is_agent = self.first_token_only = False
+        self.schemas: list[dict[str, Any]] = []  # of the tools, in JSON
+        self._is_checked = False
+        self.failures = FailureLines(f"environment {self.name}")
+        self.agents: dict[str, Agent] = {}  # those that may send requests, by ID
+        self._server: HttpServer | None = None
+
+    def check(self) -> None:
+        """Create an environment, or raise ValueError; start the server of agents."""
+        if self._is_checked:
+            return
+        try:
+            answer = self.workers.call(("describe", {}), self.timeout_s, "its creation").result()
+        except WorkerFailed as error:
+            answer = {"reason": f"{error}; its output is in {self.logs or 'standard error'}"}
+        if "reason" in answer:
+            raise ValueError(
+                f"task.environment = {self.name!r} cannot be used: {answer['reason']}. Give "
+                "package.module:NAME or path/to/file.py:NAME, a class without constructor "
+                "arguments that is made within reward.timeout_s, or a function run(base_url, row)"
+            )
+        vars(self).update(answer)
+        if self.schemas:  # describing tools has imported transformers there
+            self.workers.run(self.workers.end_idle())
+        if self.is_agent:
+            application = make_application(self._scope, self.served, prefix="/{episode}")
+            self._server = HttpServer(application, "agent-server", bind("127.0.0.1", 0))
+            self.url = f"http://127.0.0.1:{self._server.port}"
+        self._is_checked = True
+
+    def start(self, attempt: Attempt, sample: Callable[[Turn], Any]) -> Future[Episode]:
+        """Begin an episode, whose turns `sample` receives on the loop of the pool.
+
+        The result of the future is `WorkerFailed` after `close`.
+        """
+
+        episode = (Agent if self.is_agent else Environment)(self, attempt, sample)
+        return self.workers.run(episode.run())
+
+    def close(self) -> None:
+        """Kill all workers, and refuse all requests."""
+        self.workers.close()
+        if self._server is not None:
+            self._server.close()
+
+    def _scope(self, episode: str) -> Scope:
+        """Return the scope of an agent's requests, or raise ApiError if its episode has ended."""
+        if (agent := self.agents.get(episode)) is None:
+            text = "there is no such episode: it has ended, or the base URL is not the agent's own"
+            raise ApiError(text, status=404, code="episode_ended")
+
+        async def scope(kind: Kind, body: Mapping[str, Any]) -> tuple[Call, Updates]:
+            call, turn = await asyncio.wrap_future(self.workers.run(agent.request(kind, body)))
+
+            async def updates() -> Updates:
+                yield 0, turn
+
+            return call, updates()
+
+        return scope
 
 
 class EpisodeSession:
@@ -58,15 +140,12 @@ class EpisodeSession:
     ) -> None:
         self._session, self._environments = session, environments
         self._most = min(2 * session.num_slots, MOST_EPISODES)
-        self._num_submitted = 0
-        self._queued: collections.deque[Attempt] = collections.deque()
-        # Request and sample of unfinished episodes, and of those that wait for their environment.
-        self._open: set[tuple[int, int]] = set()
-        self._asked: set[tuple[int, int]] = set()
-        # Turns, and ends of episodes as done futures.
-        self._arrived: queue.SimpleQueue[tuple[Attempt, Any]] = queue.SimpleQueue()
-        # By the decode session's number of the request.
-        self._sampled: dict[int, tuple[Attempt, _Turn]] = {}
+        self._numbers = itertools.count()
+        self._queued = collections.deque[Attempt]()
+        self._open = set[tuple[int, int]]()  # request and sample of unfinished episodes
+        # Turns, and ends of episodes with their done futures.
+        self._arrived = queue.SimpleQueue[Turn | tuple[Attempt, Future[Episode]]]()
+        self._sampled = dict[int, Turn]()  # by the decode session's number of the request
         self._ended: list[Episode] = []
 
     @property
@@ -91,146 +170,102 @@ class EpisodeSession:
     @property
     def is_waiting(self) -> bool:
         """Send requests to environments; return whether sampling must wait for answers."""
-        if self._environments is None:
-            return False
-        self._poll()
-        return self._session.is_idle and not self._ended
+        self._receive()
+        return self._environments is not None and self._session.is_idle and not self._ended
 
     def swap(self, params: Params, version: int) -> None:
         self._session.swap(params, version)
 
     def submit(
-        self,
-        prompt: Prompt,
-        keys: np.ndarray,
-        settings: SamplingSettings,
-        temperatures: np.ndarray,
+        self, prompt: Prompt, keys: np.ndarray, settings: SamplingSettings, temperatures: np.ndarray
     ) -> int:
         """Queue episodes of one prompt, whose `max_new_tokens` includes observations."""
         if self._environments is None:
             return self._session.submit(prompt.tokens, keys, settings, temperatures)
-        index = self._num_submitted
-        self._num_submitted += 1
+        index = next(self._numbers)
         for j, key in enumerate(keys):
             own = dataclasses.replace(settings, temperature=float(temperatures[j]))
-            self._queued.append(Attempt(index, j, prompt, key, own, self.version))
+            self._queued.append(Attempt(index, j, prompt, key, own))
         return index
 
     def step(self) -> list[Episode]:
         """Continue answered episodes, run one chunk, and return the finished episodes."""
-        if self._environments is None:
-            return list(map(_episode_of, self._session.step()))
-        self._poll()
-        for response in self._session.step():
-            self._answer(*self._sampled.pop(response.request), response)
-        ended, self._ended = self._ended, []
-        return ended
+        self._receive()
+        return self._finished(self._session.step())
 
     def run(self) -> Iterator[Episode]:
         """Yield all episodes; wait for every answer, so that their order depends on no duration.
 
-        Raises:
-            RuntimeError: the environments were closed, or none has answered by its deadline.
+        Raises RuntimeError if the environments were closed.
         """
-        if self._environments is None:
-            yield from map(_episode_of, self._session.run())
-        while self._environments is not None and not self.is_idle:
-            self._begin_queued()
-            while self._asked:
-                arrived = [self._next_arrived(self._environments.timeout_s) for _ in self._asked]
-                for each in sorted(arrived, key=lambda x: x[0][:2]):
-                    self._take(*each)
-                self._begin_queued()
-            yield from self._ended
-            self._ended = []
-            for response in sorted(self._session.run(), key=lambda y: y.request):
-                self._answer(*self._sampled.pop(response.request), response)
+        while not self.is_idle:
+            self._receive(waits=True)
+            yield from self._finished(sorted(self._session.run(), key=lambda y: y.request))
 
-    def _next_arrived(self, timeout_s: float) -> tuple[Attempt, Any]:
-        """Wait for a turn or an end: longer than a worker may take to start and call."""
-        limit_s = START_TIMEOUT_S + MOST_DEADLINES * timeout_s + _SLACK_S
-        try:
-            return self._arrived.get(timeout=limit_s)
-        except queue.Empty:
-            raise RuntimeError(
-                f"no environment answered within {limit_s:.0f} s (reward.timeout_s = "
-                f"{timeout_s:g}): the machine is overloaded. Run the same command again to continue"
-            ) from None
+    def _finished(self, responses: Iterable[Response]) -> list[Episode]:
+        """Give turns to their episodes; return the episodes that have ended."""
+        for y in responses:
+            if self._environments is not None:
+                self._sampled.pop(y.request).response.set_result(y)
+                continue
+            end = "eos" if y.has_eos else "length", y.version_min, y.version_max, y.temperature
+            self._ended.append(Episode(*y[:4], None, *end))
+        ended, self._ended = self._ended, []
+        return ended
 
-    def _poll(self) -> None:
-        """Begin episodes, and continue episodes whose environments have answered."""
-        self._begin_queued()
-        with contextlib.suppress(queue.Empty):
-            while True:
-                self._take(*self._arrived.get_nowait())
-        self._begin_queued()
+    def _receive(self, *, waits: bool = False) -> None:
+        """Begin episodes, and take in what has arrived; `waits`: until no environment owes a turn.
 
-    def _begin_queued(self) -> None:
-        while self._queued and len(self._open) < self._most:
-            assert self._environments is not None, "only these episodes are queued"
+        What arrives together is taken in the order of the episodes.
+        """
+        self._begin()
+        while num := self._num_owed if waits else self._arrived.qsize():
+            arrived = [self._arrived.get() for _ in range(num)]  # jobs of workers have deadlines
+            for each in sorted(arrived, key=lambda x: x[0][:2]):
+                if isinstance(each, Turn):
+                    self._sample(each)
+                else:
+                    self._end(*each)
+            self._begin()
+
+    @property
+    def _num_owed(self) -> int:
+        """Return the number of unfinished episodes of which no turn is being sampled."""
+        return len(self._open.difference(x.attempt[:2] for x in self._sampled.values()))
+
+    def _begin(self) -> None:
+        while self._environments and self._queued and len(self._open) < self._most:
             attempt = self._queued.popleft()
             self._open.add(attempt[:2])
-            self._asked.add(attempt[:2])
-            future = self._environments.start(attempt, self._sample)
-            future.add_done_callback(lambda end, who=attempt: self._arrived.put((who, end)))
+            end = self._environments.start(attempt, self._arrived.put)
+            end.add_done_callback(lambda end, who=attempt: self._arrived.put((who, end)))
 
-    async def _sample(
-        self, attempt: Attempt, prompt: np.ndarray, key: np.ndarray, settings: SamplingSettings
-    ) -> Response:
-        """Await a turn, on the loop of the environments; see `episode.Sample`."""
-        turn = _Turn(prompt, key, settings, concurrent.futures.Future())
-        self._arrived.put((attempt, turn))
-        return await asyncio.wrap_future(turn.future)
-
-    def _take(self, attempt: Attempt, arrived: Any) -> None:
-        """Queue a turn in the decode session, or add a finished episode to the results."""
-        self._asked.discard(attempt[:2])
-        if isinstance(arrived, _Turn):
-            prompt, key, settings, _ = arrived
-            temperatures = np.array([settings.temperature], np.float32)
-            try:
-                number = self._session.submit(prompt, key[None], settings, temperatures)
-            except ValueError as error:  # an agent may send invalid tokens
-                self._answer(attempt, arrived, Failure("environment_request", str(error)))
-            else:
-                self._sampled[number] = attempt, arrived
+    def _sample(self, turn: Turn) -> None:
+        """Queue a turn in the decode session, unless the episode has ended meanwhile."""
+        if not turn.response.set_running_or_notify_cancel():
             return
+        temperatures = np.array([turn.settings.temperature], np.float32)
+        wanted = turn.prompt, turn.key[None], turn.settings, temperatures
+        try:
+            self._sampled[self._session.submit(*wanted)] = turn
+        except ValueError as error:  # an agent may send invalid tokens
+            turn.response.set_exception(Failure("environment_request", str(error)))
+
+    def _end(self, attempt: Attempt, end: Future[Episode]) -> None:
+        """Add a finished episode to the results, and free its caches."""
         self._open.discard(attempt[:2])
         try:
-            episode = arrived.result()
-        except (WorkerFailed, concurrent.futures.CancelledError):
+            episode = end.result()
+        except (WorkerFailed, CancelledError):
             raise RuntimeError("the environments of this run were closed") from None
         for path in episode.paths:
             self._session.forget(np.concatenate([attempt.prompt.tokens, episode.tokens[path]]))
         self._ended.append(episode)
 
-    def _answer(self, attempt: Attempt, turn: _Turn, result: Response | Failure) -> None:
-        """Give an episode the result of a turn, unless the episode has ended meanwhile."""
-        if attempt[:2] not in self._open:
-            return
-        self._asked.add(attempt[:2])
-        if not turn.future.set_running_or_notify_cancel():
-            return
-        if isinstance(result, Failure):
-            turn.future.set_exception(result)
-        else:
-            turn.future.set_result(result)
-
-
-def _episode_of(y: Response) -> Episode:
-    end = "eos" if y.has_eos else "length", y.version_min, y.version_max, y.temperature
-    return Episode(*y[:4], None, *end, token_versions=y.token_versions)
-
 
 def open_session(
-    decoder: Sessions,
-    params: Params,
-    environments: EnvironmentPool | None,
-    *,
-    num_slots: int,
-    version: int = 0,
+    decoder: Sessions, params: Params, environments: EnvironmentPool | None, **options: int
 ) -> EpisodeSession:
-    """Return an empty session of episodes; `params`, of this version, are on its devices."""
+    """Return an empty session of episodes on the devices of `params`; options as of `Session`."""
     keeps = environments is not None
-    session = decoder.session(params, num_slots=num_slots, version=version, keeps_caches=keeps)
-    return EpisodeSession(session, environments)
+    return EpisodeSession(decoder.session(params, keeps_caches=keeps, **options), environments)

@@ -2,25 +2,23 @@
 """Tasks of a taskset of verifiers, in the interpreter that TBA_JAX_VERIFIERS names.
 
     python verifiers_bridge.py ID > train.jsonl    rows of the taskset: prompt and index of a task
-    python verifiers_bridge.py ID NUMBER           plays episodes that clients of a socket request
+    python verifiers_bridge.py ID SOCKET           plays episodes that clients of a socket request
 
 ID is a taskset, whose harness runs on this machine, or a .toml file with verifiers' settings of an
-environment. A client of the listening socket (file descriptor NUMBER) sends the base URL of the
-policy and the index of a task as a JSON list on one line, and receives {"reward": ...} or
-{"error": ...}.
+environment. A client of the Unix socket (an abstract name) sends the base URL of the policy and the
+index of a task as a JSON list on one line, and receives {"reward": ...} or {"error": ...}.
 """
 
 import asyncio
 import importlib.util
 import json
 import os
-import socket
 import sys
 import tomllib
 from pathlib import Path
 
 
-async def main(taskset: str, number: str = "") -> None:
+async def main(taskset: str, socket: str = "") -> None:
     """Print the rows, or print the number of tasks and play episodes until the process ends."""
     verifiers = importlib.import_module("verifiers.v1")
     clients = importlib.import_module("verifiers.v1.clients")
@@ -30,7 +28,7 @@ async def main(taskset: str, number: str = "") -> None:
         config = tomllib.loads(Path(taskset).read_text())
     env = loaders.load_environment(loaders.resolve_env_config(config))
     tasks = list(env.taskset)
-    if not number:
+    if not socket:
         rows = ({"prompt": task.data.prompt, "task": i} for i, task in enumerate(tasks))
         print(*map(json.dumps, rows), sep="\n")
         return
@@ -45,11 +43,10 @@ async def main(taskset: str, number: str = "") -> None:
             errors = [*episode.errors, *(x for trace in episode.traces for x in trace.errors)]
             answer = {"error": f"verifiers: {errors!s:.1000}"}
         writer.write(json.dumps(answer).encode() + b"\n")
-        await writer.drain()
         writer.close()
 
     async with env.serving():
-        server = await asyncio.start_unix_server(play, sock=socket.socket(fileno=int(number)))
+        server = await asyncio.start_unix_server(play, f"\0{socket}", backlog=1024)
         print(len(tasks), flush=True)
         await server.serve_forever()
 

@@ -19,8 +19,7 @@ import numpy as np
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.keys import fold_in
 from tba_jax.decoding.requests import SamplingSettings
-from tba_jax.environments.episodes import open_session
-from tba_jax.environments.pool import EnvironmentPool
+from tba_jax.environments.episodes import EnvironmentPool, open_session
 from tba_jax.flow.tickets import EvaluationShard, EvaluationTicket
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.rewards.scores import Grader, part_means

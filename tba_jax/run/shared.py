@@ -24,7 +24,7 @@ from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.placement import MESH_AXES, Division, MeshShape, PlacementError, divide
 from tba_jax.devices.sharding import hand_over, placed_shapes
 from tba_jax.devices.site import Site, Sites, device_lock_for
-from tba_jax.environments.pool import EnvironmentPool
+from tba_jax.environments.episodes import EnvironmentPool
 from tba_jax.evaluation.metrics import make_measures
 from tba_jax.flow.state import PartState
 from tba_jax.models import lora

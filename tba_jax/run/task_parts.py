@@ -10,7 +10,7 @@ from pathlib import Path
 from tba_jax.config.schema import Config
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
-from tba_jax.environments.pool import DEFAULT_WORKERS, EnvironmentPool
+from tba_jax.environments.episodes import DEFAULT_WORKERS, EnvironmentPool
 from tba_jax.evaluation.attacks import make_attack_metrics
 from tba_jax.evaluation.evaluator import Evaluator, Measure, MetricFunction, ShardEvaluator
 from tba_jax.evaluation.metrics import reference_distance, win_rate
@@ -57,7 +57,6 @@ def make_environments(
         max_turns=search.max_turns,
         timeout_s=config.reward.timeout_s,
         num_workers=config.reward.num_workers or max(DEFAULT_WORKERS, workers_by_cores()),
-        has_schemas=bool(renderer),
         logs=logs,
     )
 

@@ -15,8 +15,7 @@ import numpy as np
 from tba_jax.decoding.keys import fold_in, row_keys
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.environments.episode import Episode
-from tba_jax.environments.episodes import EpisodeSession, Sessions, open_session
-from tba_jax.environments.pool import EnvironmentPool
+from tba_jax.environments.episodes import EnvironmentPool, EpisodeSession, Sessions, open_session
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.search.config import SearchSettings
 from tba_jax.search.state_values import Continuation, states_of

@@ -9,7 +9,7 @@ import pytest
 from fake_sessions import Scripted
 from qwen_tokenizer import qwen_like_tokenizer
 
-from tba_jax.environments.pool import EnvironmentPool
+from tba_jax.environments.episodes import EnvironmentPool
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.rewards.scores import Score
 from tba_jax.serving.chat import RendererFormat
@@ -26,7 +26,7 @@ def played(tmp_path):
     tokenizer = qwen_like_tokenizer(tmp_path)
     chat = RendererFormat(tokenizer, "qwen3")
     served = Served("policy", tokenizer, chat, tokenizer.eos_ids, 4000)
-    pool = EnvironmentPool(f"{FILE}:Counter", served, max_turns=8, timeout_s=30.0, has_schemas=True)
+    pool = EnvironmentPool(f"{FILE}:Counter", served, max_turns=8, timeout_s=30.0)
     pool.check()
 
     def play(turns):

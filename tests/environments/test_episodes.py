@@ -17,12 +17,12 @@ from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.keys import row_keys
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.decoding.stop_strings import StopStrings
-from tba_jax.environments import episodes
 from tba_jax.environments.episode import Environment
 from tba_jax.environments.episodes import EpisodeSession
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.run.model_parts import START_MODEL
+from tba_jax.serving.chat import Chat
 from tba_jax.serving.failures import Failure, FailureLines
 
 LIMIT = 20
@@ -37,22 +37,22 @@ class Counting(Environment):
         prompt, delay = self.attempt.prompt.tokens, next(world.delays)
         for turn in range(world.most):
             await asyncio.sleep(delay)
-            y = await self.turn(0, prompt)
+            _, y = await self.turn(Chat(()), prompt)
             if y is None or self.limit:
-                return "done", 0.5
+                return 0.5
             text = decode(y.tokens)
             world.texts.append(text)
             if text in world.fails:
                 raise Failure("environment_error", "said so")
             if turn == world.most - 1:
-                return "done", 1.0
+                return 1.0
             prompt = np.concatenate([prompt, y.tokens, encode(f"z{len(text)}", add_bos=False)])
 
 
 class World:
     """In the place of a pool; its loop runs on a thread."""
 
-    has_reward, is_agent = True, False
+    has_reward, has_tools, first_token_only, served = True, False, False, None
 
     def __init__(self, delays=(0,), most=3, fails=()):
         self.delays, self.most, self.fails = itertools.cycle(delays), most, fails
@@ -156,12 +156,3 @@ def test_a_failure_is_a_rejection_of_its_episode_alone(model):
     assert failed and {y.verdict.reason for y in failed} == {"environment_error"}
     for y, z in zip(good, bad, strict=True):
         assert z.verdict.reason or y.tokens.tolist() == z.tokens.tolist()
-
-
-def test_an_environment_that_never_answers_ends_the_wait_of_a_run(model, monkeypatch):
-    monkeypatch.setattr(episodes, "START_TIMEOUT_S", -episodes._SLACK_S)
-    world = World([99])
-    world.timeout_s = 0.2
-    with pytest.raises(RuntimeError, match=r"no environment answered .*reward.timeout_s = 0.2"):
-        drawn(model, world, in_turn=True)
-    world.close()
