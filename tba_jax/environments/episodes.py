@@ -182,6 +182,8 @@ class EpisodeSession:
         """Queue episodes of one prompt, whose `max_new_tokens` includes observations."""
         if self._environments is None:
             return self._session.submit(prompt.tokens, keys, settings, temperatures)
+        if self._environments.first_token_only:
+            prompt = dataclasses.replace(prompt, tokens=prompt.tokens[:1])
         index = next(self._numbers)
         for j, key in enumerate(keys):
             own = dataclasses.replace(settings, temperature=float(temperatures[j]))

@@ -136,7 +136,7 @@ def test_a_class_written_for_trl_has_tools_and_a_reward_that_may_be_awaited():
             "stop",
         ]
         session = Scripted(Letters(), turns)
-        y = played(pool, session, row(Letters(), "p", **CHAT, start=3, more=1))
+        y = played(pool, session, row(Letters(), "pq", **CHAT, start=3, more=1))
         first, *_, last = map(Letters().decode, session.contexts)
         assert first == "pfrom 3" and f"{turns[0]}7{turns[1]}error: TypeError" in last
         assert "error: no JSON" in last and "error: no tool 'reset'; there are add" in last
