@@ -22,6 +22,7 @@ import subprocess
 import sys
 import threading
 import traceback
+import urllib.request
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -165,6 +166,41 @@ def _taskset(name: str) -> Adapter:
     return _agent(run)
 
 
+def _openenv(url: str) -> Adapter:
+    """Return the adapter of an OpenEnv server; an episode is a session of its WebSocket.
+
+    A turn is the action's text, or the whole action as JSON unless it has exactly one text.
+    """
+    client = importlib.import_module("websockets.asyncio.client")
+    with urllib.request.urlopen(f"{url}/schema", timeout=10.0) as response:
+        fields = json.load(response)["action"]["properties"].items()
+    texts = [name for name, schema in fields if schema.get("type") == "string"]
+
+    async def run(turn: Turn, row: Row) -> Any:
+        async def ask(kind: str, data: Any) -> tuple[str, Any, bool]:
+            await session.send(json.dumps({"type": kind, "data": data}))
+            answer = json.loads(await session.recv())
+            found = answer["data"]
+            if answer["type"] != "error":
+                shown = {k: v for k, v in found["observation"].items() if k != "metadata"}
+                return json.dumps(shown), found["reward"], found["done"]
+            if found["code"] != "VALIDATION_ERROR":  # else the policy sees it
+                raise RuntimeError(f"the OpenEnv server refuses {kind}: {found['message']}")
+            return ERROR + found["message"], None, False
+
+        async def step(text: str) -> tuple[str, Any, bool]:
+            action: Any = text  # which the server refuses
+            with contextlib.suppress(ValueError):
+                action = {texts[0]: text} if len(texts) == 1 else json.loads(text)
+            return await ask("step", action)
+
+        async with client.connect(f"ws{url.removeprefix('http')}/ws", max_size=None) as session:
+            text, *_ = await ask("reset", dict(row))
+            return await _sum_of_rewards(turn, _continued(row["prompt"], f"\n{text}"), step)
+
+    return Adapter(run, first_token_only=True)
+
+
 def _continued(prompt: Any, text: str) -> Any:
     """Return a prompt, which is a text or messages, with a text at its end."""
     if isinstance(prompt, str):
@@ -201,12 +237,14 @@ def load(name: str) -> Callable[[], Adapter]:
     """Return a function that makes an environment.
 
     `name` is package.module:NAME or path/to/file.py:NAME of a class, or of an agent function; or
-    names of tool functions, separated by commas; or verifiers:TASKSET. Raises AttributeError or
-    TypeError if that is not an environment; the import may raise any exception.
+    names of tool functions, separated by commas; or verifiers:TASKSET or openenv:URL. Raises
+    AttributeError or TypeError if that is not an environment; the import, and the connection to a
+    server, may raise any exception.
     """
-    if name.startswith("verifiers:"):
-        adapter = _taskset(name.removeprefix("verifiers:"))
-        return lambda: adapter
+    for kind, make in (("verifiers:", _taskset), ("openenv:", _openenv)):
+        if name.startswith(kind):
+            adapter = make(name.removeprefix(kind))
+            return lambda: adapter
     found = [imported(each) for each in name.split(",")]
     factory = found[0]
     is_function = inspect.isfunction(factory) or inspect.ismethod(factory)

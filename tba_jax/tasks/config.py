@@ -47,8 +47,8 @@ class TaskSettings(Section):
         "",
         "package.module:CLASS or path/to/file.py:CLASS that answers the policy's turns; or typed "
         "functions, separated by commas, that the policy may call; or a function run(base_url, "
-        "row) that requests the turns over HTTP; or verifiers:TASKSET; empty: a response "
-        "is one turn",
+        "row) that requests the turns over HTTP; or verifiers:TASKSET or openenv:URL; empty: a "
+        "response is one turn",
     )
     renderer: str = field(
         "",

@@ -5,6 +5,7 @@ import contextlib
 import json
 import os
 import queue
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -153,6 +154,43 @@ def test_typed_functions_are_tools_without_a_state_or_a_reward():
         )
         ((finish, verdict, texts),) = play(pool, {"p": [asked, "x"]}, row(Letters(), "p", **CHAT))
         assert (finish, verdict, texts) == ("eos", None, [f"{asked}112x"])
+
+
+@pytest.fixture
+def openenv():
+    """URL of a server with the messages of OpenEnv, which returns what it receives."""
+    library = pytest.importorskip("websockets.sync.server", reason="websockets is not installed")
+    fields = {"text": {"type": "string"}, "metadata": {"type": "object"}}
+
+    def schema(connection, request):
+        found = json.dumps({"action": {"properties": fields}})
+        return connection.respond(200, found) if request.path == "/schema" else None
+
+    def serve(connection):
+        for message in map(json.loads, connection):
+            kind, data = "observation", message["data"]
+            answer = {"observation": {"seen": data, "metadata": {}}, "reward": None, "done": False}
+            if message["type"] == "step":
+                answer |= {"reward": 0.5, "done": data["text"] == "end"}
+            if data == {"text": "bad"}:
+                kind, answer = "error", {"code": "VALIDATION_ERROR", "message": "no"}
+            connection.send(json.dumps({"type": kind, "data": answer}))
+
+    with library.serve(serve, "127.0.0.1", 0, process_request=schema) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.socket.getsockname()[1]}"
+        server.shutdown()
+
+
+@pytest.mark.parametrize("columns", [{"seed": 3}, {**CHAT, "seed": 3}])
+def test_a_server_of_openenv_plays_an_episode_in_each_session(openenv, columns):
+    with pool_of(f"openenv:{openenv}") as pool:
+        assert pool.first_token_only and pool.has_reward and not pool.is_agent
+        turns = {"p": ["a", "bad", "end"]}
+        ((finish, verdict, (text,)),) = play(pool, turns, row(Letters(), "p", **columns))
+    assert (finish, verdict) == ("done", Score(1.0, None))
+    seen = json.dumps({"seen": {"prompt": columns.get("prompt", "p"), "seed": 3}})
+    assert text == f"\n{seen}a" + '{"seen": {"text": "a"}}baderror: noend'
 
 
 def test_many_episodes_share_few_processes_and_coroutines_run_concurrently():
