@@ -138,7 +138,6 @@ class Environment:
 
     def __init__(self, pool: Any, attempt: Attempt, sample: Callable[[Turn], Any]) -> None:
         self.pool, self.attempt, self._sample = pool, attempt, sample
-        self.job = pool.workers.open()
         self.row = {"prompt": attempt.prompt.text, **attempt.prompt.columns}
         self.limit: FinishReason | None = None  # the limit that the episode has reached
         self.paths: list[Path] = []
@@ -149,6 +148,7 @@ class Environment:
     async def run(self) -> Episode:
         """Run the episode; a failure is printed and named, a closed pool raises WorkerFailed."""
         start_s, attempt, verdict = time.monotonic(), self.attempt, None
+        self.job = self.pool.workers.open()
         try:
             reward = await self.play()
             if not self._turns:
