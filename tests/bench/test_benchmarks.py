@@ -92,7 +92,7 @@ LOADS = {
         lambda x: 4 < x["mean_response_tokens"] <= 6 and x["peers"] == {},
     ),
     "time_to_accuracy": (
-        "--seeds=1 --accuracy=0.2 --num_steps=4 --eval_period=2 --num_held_out=16 --num_prompts=4",
+        "--seeds=1 --accuracy=0.2 --num_steps=4 --eval_period=2 --num_held_out=64",
         lambda x: all(x[y]["accuracies"][-1][1] >= 0.2 for y in ("ours_cold", "ours_warm")),
     ),
 }
