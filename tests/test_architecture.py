@@ -168,7 +168,7 @@ LIMITS = {
     "run": 3043,
     "planning": 2300,
     "tasks": 1312,
-    "environments": 1273,
+    "environments": 1275,
     "serving": 1235,
     "rewards": 1444,
     "workers.py": 341,

@@ -171,7 +171,10 @@ def _openenv(url: str) -> Adapter:
 
     A turn is the action's text, or the whole action as JSON unless it has exactly one text.
     """
-    client = importlib.import_module("websockets.asyncio.client")
+    try:
+        client = importlib.import_module("websockets.asyncio.client")
+    except ImportError:
+        raise ImportError("openenv:URL needs websockets. Run pip install websockets") from None
     with urllib.request.urlopen(f"{url}/schema", timeout=10.0) as response:
         fields = json.load(response)["action"]["properties"].items()
     texts = [name for name, schema in fields if schema.get("type") == "string"]
@@ -238,8 +241,7 @@ def load(name: str) -> Callable[[], Adapter]:
 
     `name` is package.module:NAME or path/to/file.py:NAME of a class, or of an agent function; or
     names of tool functions, separated by commas; or verifiers:TASKSET or openenv:URL. Raises
-    AttributeError or TypeError if that is not an environment; the import, and the connection to a
-    server, may raise any exception.
+    AttributeError or TypeError for others; an import or a server may raise any exception.
     """
     for kind, make in (("verifiers:", _taskset), ("openenv:", _openenv)):
         if name.startswith(kind):

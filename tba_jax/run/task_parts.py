@@ -92,8 +92,8 @@ def check_environments(config: Config, task: Task, environments: EnvironmentPool
         )
     if environments.first_token_only and config.objective.built.needs.head == "log_z":
         raise ValueError(
-            "objective.log_z = learned reads the prompt, which is one token for agents and for "
-            "tools of chat models: log Z would be equal for all prompts. Set "
+            "objective.log_z = learned reads the prompt, which is one token for agents, tools and "
+            "openenv:URL: log Z would be equal for all prompts. Set "
             "--config.objective.log_z=vargrad"
         )
 
