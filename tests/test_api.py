@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The Python API: configs by name, training in a process that goes on, runs read back."""
 
-import asyncio
 import json
 import os
 import subprocess
@@ -12,9 +11,7 @@ import pytest
 
 import tba_jax
 from tba_jax.config.command_line import override
-from tba_jax.rewards.functions import RewardPool
-from tba_jax.rewards.scores import Completion
-from tba_jax.settings import ConfigError, given_names
+from tba_jax.settings import ConfigError
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.usefixtures("compiled_once")
@@ -146,27 +143,6 @@ def test_a_run_of_own_functions_is_interrupted_continued_in_a_thread_and_read_ba
     # Said once in each of the two processes' runs.
     assert told.count("callback fails raised KeyError: 'train/los'. The run continues") == 2
     assert ", in fails" in told
-
-
-def test_a_reward_in_this_process_names_failures():
-    def picky(completions, answer):
-        if "bad" in completions:
-            raise ZeroDivisionError("bad")
-        return [
-            None if text == "none" else float("nan" if text == "nan" else 1) for text in completions
-        ]
-
-    (name,) = given_names([picky])
-    row = "1+1", {"answer": "2"}
-    source = RewardPool(name, timeout_s=10.0, row=row, num_workers=0)
-    source.check()
-    texts = ["ok", "bad", "none", "ok", "ok", "ok"]
-    responses = [Completion("p", text, {"answer": "2"}) for text in texts]
-    found = asyncio.run(source.score(responses))
-    assert [score.reward for score in found] == [1.0, None, None, 1.0, 1.0, 1.0]
-    assert [score.reason for score in found[1:3]] == ["reward_error", "reward_none"]
-    assert "in picky" in found[1].text
-    source.close()
 
 
 def test_what_one_process_cannot_train_is_refused_in_a_sentence(tmp_path):
