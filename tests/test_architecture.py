@@ -199,7 +199,7 @@ TEST_LIMITS = {
     ("remote",): 692,
     ("run",): 1076,
     OTHERS: 2046,
-    ("",): 1800,  # with padded responses, which were a part of the package
+    ("",): 1776,  # with padded responses, which were a part of the package
 }
 
 
