@@ -18,13 +18,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("workdir", nargs="+", help="work directories of runs")
     about = "config fields: runs with equal values are one curve with a band; default: all but seed"
     parser.add_argument("--group", default="", metavar="FIELD,...", help=about)
-    parser.add_argument(
-        "--out", type=Path, help="file of the page; default: compare.html beside the runs"
-    )
+    parser.add_argument("--out", type=Path, help="default: compare.html beside the runs")
     arguments = parser.parse_args(argv)
     fields = [field for field in arguments.group.split(",") if field]
-    folders = [run_folder(folder, "WORKDIR") for folder in dict.fromkeys(arguments.workdir)]
-    runs = [load_run(folder) for folder in folders]
+    folders = dict.fromkeys(arguments.workdir)
+    runs = [load_run(run_folder(folder, "WORKDIR")) for folder in folders]
     grouped = group_runs(runs, fields)
     parents = {run.workdir.resolve().parent for run in runs}
     folder = parents.pop() if len(parents) == 1 else Path.cwd()

@@ -33,11 +33,9 @@ def main(argv: Sequence[str]) -> int:
 def _print_commands(name: str) -> int:
     if name not in ("--help", "-h"):
         near = difflib.get_close_matches(name, COMMANDS, n=1)
-        raise UserError(
-            f"there is no command {name!r}; there are {', '.join(COMMANDS)}. "
-            + (f"Did you mean {near[0]}? " if near else "")
-            + "`python -m tba_jax` says what each does, and `main` trains"
-        )
+        meant = f" Did you mean {near[0]}?" if near else ""
+        text = f"there is no command {name!r}; there are {', '.join(COMMANDS)}.{meant}"
+        raise UserError(f"{text} `python -m tba_jax` says what each does, and `main` trains")
     print("usage: python -m tba_jax COMMAND --help\n")
     for command, meaning in COMMANDS.items():
         print(f"  {command:17} {meaning}")
