@@ -205,7 +205,7 @@ def attend_causal(
         q, k, v: q and k rotated.
         visible: return value of `causal` or `packed`.
         scores: treatment of scores.
-        kernels: what decides the implementation.
+        kernels: settings and devices that select the implementation.
         implementation: an implementation that supports the arguments; None: `kernels.select`.
     """
     if implementation is None:

@@ -96,7 +96,7 @@ def layer_leaves(config: TransformerConfig, kind: LayerKind) -> dict[str, Leaf]:
     found: dict[str, Leaf] = {}
 
     def add(axes: str, fan_in: int = 0, constant: float = 0.0, **names: bool) -> None:
-        """Declare the leaves of these names, if true."""
+        """Declare the leaves whose names are given as true."""
         split = tuple(axes.split())
         for name in (name for name, is_wanted in names.items() if is_wanted):
             found[name] = Leaf(split, tuple(sizes[x] for x in split), fan_in, constant)

@@ -85,7 +85,7 @@ def _with_sinks(
     """Return q, k, v with columns that make key 0 the sink of every head; None: unchanged.
 
     cuDNN has no sinks. Each query holds the sink of its head in columns that key 0 alone reads, and
-    key 0 has no value. Two columns, so that bfloat16 keeps 16 bits of a sink.
+    key 0 has no value. With two columns, bfloat16 keeps 16 bits of a sink.
     """
     if sinks is None:
         return q, k, v

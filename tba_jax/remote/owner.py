@@ -358,9 +358,9 @@ class Owner:
     def answer(self, place: str, number: int, wants_stop: bool, mails: Sequence[Mail]) -> bytes:
         """Respond to the searchers of a process: `put`, `beat` and `take` in one message.
 
-        `number` counts the requests of a place; a repeated request gets the same response: newest
-        version (-1: none), versions under evaluation, seconds after which searchers without work
-        may ask again, and work for each mail.
+        `number` counts the requests of the process. A repeated request gets the same response:
+        newest version (-1: none), versions under evaluation, seconds after which searchers without
+        work may ask again, and work for each mail.
 
         Raises:
             RunEnded: the run has ended. Rewind: the process must join again.
