@@ -195,7 +195,7 @@ TEST_LIMITS = {
     ("planning",): 592,
     ("report", "commands"): 999,
     ("config",): 422,
-    ("serving",): 1079,
+    ("serving",): 1034,
     ("remote",): 692,
     ("run",): 1076,
     OTHERS: 2046,

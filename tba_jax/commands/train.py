@@ -127,8 +127,7 @@ def preflight(config: Config) -> None:
     tokenizer = model.load_tokenizer()
     text_of(task, tokenizer, "train", 0)
     try_functions(config, task)
-    policy = model_parts.policy_config(config, model.config)
-    if server := task_parts.make_server(config, policy, tokenizer, Path()):
+    if server := task_parts.make_server(config, model, tokenizer, Path()):
         server.check(loads=False)
     if config.placement != "hosts":  # the devices of other hosts are not known here
         start_cluster(config)

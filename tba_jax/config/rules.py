@@ -256,16 +256,16 @@ def _engine(config: Config) -> None:
     """Refuse settings that make an inference server's log-probs differ from the policy's."""
     if not config.search.server:
         return
+    is_alone = config.num_searchers == 1 and config.placement not in ("hosts", "fleet")
     _need(
         config,
-        config.lora.rank > 0,
+        config.lora.rank > 0 or is_alone,
         "search.engine",
-        "the server receives the weights as adapters, and lora.rank is 0",
-        "Set --config.lora.rank=16, for example.",
+        "a server has one set of weights, which one searcher beside the trainer loads",
+        "Set --config.num_searchers=1 --config.placement=shared, or --config.lora.rank=16.",
     )
-    for name in ("sampling_temperature", "top_p", "min_new_tokens", "explore"):
-        why = "with a server it has no effect on the log-probs that servers return"
-        _need_default(config, f"search.{name}", why)
+    for name in ("sampling_temperature", "top_p", "min_new_tokens", "explore", "quantization"):
+        _need_default(config, f"search.{name}", "with a server it has no effect on log-probs")
 
 
 def _need_default(config: Config, field: str, rule: str) -> None:

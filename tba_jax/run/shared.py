@@ -149,7 +149,7 @@ def open_shared(
         rewards = Rewards(
             *make_rewards(*parts),
             task_parts.make_environments(config, tokenizer, logs),
-            task_parts.make_server(config, policy, tokenizer, folder),
+            task_parts.make_server(config, model, tokenizer, folder),
         )
     return Shared(config, folder, cluster, clock, sites, task, model, policy, tokenizer, rewards)
 
@@ -250,9 +250,9 @@ def make_searchers(shared: Shared, weights: OnDevices | WeightFolder) -> tuple[S
     if not sites:
         return ()
     assert isinstance(weights, OnDevices), "a process that writes versions has no searchers"
-    # A response of a server keeps the version that it began with.
-    is_plain_server = bool(config.search.server) and not config.task.environment
-    swaps_in_flight = is_plain_server or config.objective.built.needs.sampler != "policy"
+    # A response of a server with adapters keeps the version that it began with.
+    keeps_version = config.search.server and config.lora.rank and not config.task.environment
+    swaps_in_flight = bool(keeps_version) or config.objective.built.needs.sampler != "policy"
     states = StateValues(config.objective.built.value("vine_tokens", 0))
     key = fold_in(jax.random.key(config.seed), SEARCHER_ROLE)
     environments = rewards.environments
@@ -279,12 +279,11 @@ def make_searchers(shared: Shared, weights: OnDevices | WeightFolder) -> tuple[S
     sources = {site: rewards.source and rewards.source.on(site) for site in given}
     parts = []
     for i, site in enumerate(sites):
-        decoder = engine = decoders[site.program_site]
-        latest = functools.partial(weights.latest, i)
+        decoder = decoders[site.program_site]
+        engine, latest = rewards.server or decoder, functools.partial(weights.latest, i)
         if rewards.server is not None:
-            # The server receives adapters. Weights are merged for evaluations only.
+            # The server receives what is trained. Adapters are merged for evaluations only.
             latest = functools.partial(weights.adapters, i)
-            engine = rewards.server
         grader = task_parts.make_grader(config, shared.task, tokenizer, sources[site])
         parts.append(
             SearchParts(

@@ -14,8 +14,8 @@ from tba_jax.environments.episodes import DEFAULT_WORKERS, EnvironmentPool
 from tba_jax.evaluation.attacks import make_attack_metrics
 from tba_jax.evaluation.evaluator import Evaluator, Measure, MetricFunction, ShardEvaluator
 from tba_jax.evaluation.metrics import reference_distance, win_rate
+from tba_jax.models import model as models
 from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.models.transformer import TransformerConfig
 from tba_jax.rewards.kinds import workers_by_cores
 from tba_jax.rewards.scores import Grader, RewardSource
 from tba_jax.run import model_parts
@@ -99,16 +99,17 @@ def check_environments(config: Config, task: Task, environments: EnvironmentPool
 
 
 def make_server(
-    config: Config, policy: TransformerConfig, tokenizer: Tokenizer, workdir: Path
+    config: Config, model: models.Description, tokenizer: Tokenizer, workdir: Path
 ) -> InferenceServer | None:
     """Return the server that samples responses, if the config names one; it reads `workdir`."""
     if not (address := config.search.server):
         return None
     return InferenceServer(
         address,
-        policy,
-        model_parts.model_path(config),
-        workdir / "adapters",
+        model,
+        model_parts.policy_config(config, model.config),
+        config.model.compute_dtype,
+        workdir.absolute() / "adapters",
         longest=config.task.max_prompt_tokens + config.search.max_new_tokens,
         eos_ids=model_parts.end_ids(config, tokenizer),
         stop_strings=model_parts.stop_strings(config, tokenizer),

@@ -16,8 +16,8 @@ class SearchSettings(Section):
     engine: str = field(
         _DEVICES,
         "devices: searchers decode on their devices; or the URL of a server that samples, with "
-        "vLLM's API for LoRA adapters (tried with python -m tba_jax.serve, not with vLLM); its key "
-        "is the environment variable OPENAI_API_KEY",
+        "vLLM's routes for adapters, or for all weights; its key is the environment variable "
+        "OPENAI_API_KEY",
         on_resume=True,
     )
     samples_per_prompt: int = field(

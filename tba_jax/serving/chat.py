@@ -80,47 +80,40 @@ class RendererFormat(ChatFormat):
             self._library = importlib.import_module("renderers")
             configs = importlib.import_module("renderers.configs")
         except ImportError as error:
-            raise ValueError(
-                f"renderer={name!r} needs the library renderers. Run pip install "
-                "'tba_jax[chat-tools]'"
-            ) from error
+            text = f"renderer={name!r} needs the library renderers. Run pip install "
+            raise ValueError(f"{text}'tba_jax[chat-tools]'") from error
         if name == "auto":  # for a model unknown to the library, "auto" would parse no tool calls
             raise ValueError("renderer='auto': give the name of a format, such as qwen3 or llama-3")
         self._config = configs.config_from_name(name)
         self._renderer = self._library.create_renderer(tokenizer.library, self._config)
         self.stop_ids = tuple(self._renderer.get_stop_token_ids())
 
-    def _renderer_of(self, chat: Chat) -> Any:
-        if not chat.variables:
-            return self._renderer
-        known = self._config.template_field_names()
-        if not known >= chat.variables.keys():
-            raise ValueError(
-                f"chat_template_kwargs {sorted(chat.variables)}: the format {self._config.name} of "
-                f"the library renderers has {sorted(known)}. Leave out the others"
-            )
-        config = type(self._config)(**chat.variables)
-        return self._library.create_renderer(self._tokenizer.library, config)
+    def _rendered(self, chat: Chat, method: str, *arguments: Any, **options: Any) -> Any:
+        """Return the result of a method of the library's renderer with the chat's variables."""
+        renderer, known = self._renderer, self._config.template_field_names()
+        if chat.variables:
+            if not known >= chat.variables.keys():
+                raise ValueError(
+                    f"chat_template_kwargs {sorted(chat.variables)}: the format "
+                    f"{self._config.name} of the library renderers has {sorted(known)}. Leave out "
+                    "the others"
+                )
+            config = type(self._config)(**chat.variables)
+            renderer = self._library.create_renderer(self._tokenizer.library, config)
+        return getattr(renderer, method)(*arguments, tools=list(chat.tools) or None, **options)
 
     def prompt(self, chat: Chat) -> np.ndarray:
-        rendered = self._renderer_of(chat).render_ids(
-            list(map(dict, chat.messages)),
-            tools=list(chat.tools) or None,
-            add_generation_prompt=True,
-        )
-        return np.array(rendered, np.int32)
+        messages = list(map(dict, chat.messages))
+        ids = self._rendered(chat, "render_ids", messages, add_generation_prompt=True)
+        return np.array(ids, np.int32)
 
     def bridge(self, prompt: np.ndarray, completion: np.ndarray, chat: Chat) -> np.ndarray | None:
         new = list(map(dict, chat.messages))
         answers = [i for i, message in enumerate(new) if message["role"] == "assistant"]
         if not answers:
             return None
-        found = self._renderer_of(chat).bridge_to_next_turn(
-            prompt.tolist(),
-            completion.tolist(),
-            new[answers[-1] + 1 :],
-            tools=list(chat.tools) or None,
-        )
+        turns = prompt.tolist(), completion.tolist(), new[answers[-1] + 1 :]
+        found = self._rendered(chat, "bridge_to_next_turn", *turns)
         whole = np.array([] if found is None else found.token_ids, np.int32)
         before = np.concatenate([prompt, completion])
         return whole if np.array_equal(whole[: len(before)], before) else None
@@ -133,9 +126,8 @@ class RendererFormat(ChatFormat):
                 tokens.tolist(), tools=list(tools) or None, prompt_ids=prompt.tolist()
             )
         except Exception as error:  # the library parses arbitrary sampled tokens
-            raise ValueError(
-                f"the library renderers cannot read a response: {type(error).__name__}: {error}"
-            ) from error
+            text = f"the library renderers cannot read a response: {type(error).__name__}: {error}"
+            raise ValueError(text) from error
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
         if parsed.reasoning_content is not None:
             message["reasoning_content"] = parsed.reasoning_content
@@ -146,9 +138,9 @@ class RendererFormat(ChatFormat):
                 calls.append({**named, "error": f"the tool call is refused: {call.status}"})
                 continue
             calls.append({**named, "arguments": call.arguments})
-            is_text = isinstance(call.arguments, str)
-            arguments = call.arguments if is_text else json.dumps(call.arguments or {})
-            function = {"name": named["name"], "arguments": arguments}
+            arguments = call.arguments or {}
+            text = arguments if isinstance(arguments, str) else json.dumps(arguments)
+            function = {"name": named["name"], "arguments": text}
             valid.append({"id": named["id"], "type": "function", "function": function})
         return message | ({"tool_calls": valid} if valid else {}), calls
 

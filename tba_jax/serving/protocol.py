@@ -11,7 +11,7 @@ import functools
 import time
 import uuid
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError
@@ -37,10 +37,17 @@ _NEUTRAL: dict[str, Any] = dict.fromkeys(
 )
 _NEUTRAL |= {"repetition_penalty": 1, "logit_bias": {}, "response_format": {"type": "text"}}
 _NEUTRAL |= {"echo": False, "parallel_tool_calls": True, "add_generation_prompt": True}
+# Sampling settings that a training run sets.
+_SETTINGS = {"temperature", "top_p", "top_k", "min_tokens"}
+# What is wanted of parameters about which pydantic's messages do not say it.
+_WANTED = {
+    "prompt": "wanted a text or a list of token IDs",
+    "token_ids": "wanted a list of token IDs",
+    "messages": "wanted a list of objects with role and content, which is text; a tool call has a "
+    "function",
+    "logprobs": "wanted 1 or true: only sampled tokens have log-probs",
+}
 _ERRORS = {401: "authentication_error", 404: "not_found_error", 500: "server_error"}
-# Parameters that a training run sets, by the names of the sampling settings.
-_SETTINGS = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k"}
-_SETTINGS |= {"min_tokens": "min_new_tokens"}
 
 
 class ApiError(Exception):
@@ -53,14 +60,9 @@ class ApiError(Exception):
         self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
     ) -> None:
         super().__init__(message)
-        self.status, self.param, self.code = status, param, code
-
-    def body(self) -> dict[str, Any]:
-        """Return the JSON object of the response."""
-        kind = _ERRORS.get(self.status, "invalid_request_error")
-        return {
-            "error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}
-        }
+        kind = _ERRORS.get(status, "invalid_request_error")
+        self.status, self.code = status, code
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class Served(NamedTuple):
@@ -87,36 +89,31 @@ class Served(NamedTuple):
 
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _Length = Annotated[int, Field(ge=1)]
-
-
-def _wanted(text: str, **options: Any) -> Any:
-    """Return a field; an error about its value says this text."""
-    return Field(description=f"wanted {text}", **options)
+_Texts = Annotated[
+    list[Annotated[str, Field(min_length=1)]],
+    BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
+]
 
 
 class _Request(BaseModel, extra="forbid", strict=True):
     """Parameters of all routes; None: the default of the model or run."""
 
+    objects: ClassVar = ("text_completion", "text_completion", "cmpl")
+    """`object` of a response and of a chunk of a stream, and the start of `id`."""
+
     model: str = ""
-    n: int = _wanted(f"1 to {MAX_SAMPLES} samples", default=1, ge=1, le=MAX_SAMPLES)
-    seed: Annotated[int, Field(ge=0, lt=2**63)] | None = None
+    n: int = Field(1, ge=1, le=MAX_SAMPLES)
+    seed: int | None = Field(None, ge=0, lt=2**63)
     max_tokens: _Length | None = None
     max_completion_tokens: _Length | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: Annotated[int, AfterValidator(lambda k: max(0, k))] | None = None  # -1: off
-    min_tokens: int | None = None
-    stop: Annotated[
-        list[Annotated[str, Field(min_length=1)]],
-        BeforeValidator(lambda value: [value] if isinstance(value, str) else value),
-    ] = _wanted("up to 16 texts, none empty", default=[], max_length=16)
-    stop_token_ids: list[_TokenId] = _wanted(
-        f"up to {MAX_STOP_IDS} token IDs, with the model's own", default=[], max_length=MAX_STOP_IDS
-    )
+    min_tokens: int | None = Field(None, serialization_alias="min_new_tokens")
+    stop: _Texts = Field([], max_length=16)
+    stop_token_ids: list[_TokenId] = Field([], max_length=MAX_STOP_IDS)
     ignore_eos: bool = False
-    logprobs: bool | Annotated[int, Field(ge=0, le=1)] = _wanted(
-        "1 or true: only sampled tokens have log-probs", default=False
-    )
+    logprobs: bool | Annotated[int, Field(ge=0, le=1)] = False
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     stream: bool = False
@@ -126,14 +123,14 @@ class _Request(BaseModel, extra="forbid", strict=True):
 
 
 class _Completion(_Request):
-    prompt: str | list[_TokenId] = _wanted("a text or a list of token IDs")
+    prompt: str | list[_TokenId]
 
 
 class _Generate(_Request):
     logprobs: bool | int = True
     return_token_ids: bool = True
     return_tokens_as_token_ids: bool = True
-    prompt: list[_TokenId] = _wanted("a list of token IDs", alias="token_ids")
+    prompt: list[_TokenId] = Field(alias="token_ids")
 
 
 def _text(content: Any) -> str:
@@ -155,22 +152,21 @@ class _Message(BaseModel, extra="allow"):
 
 
 class _Chat(_Request):
-    messages: list[_Message] = _wanted(
-        "a list of objects with role and content, which is text; a tool call has a function"
-    )
+    objects: ClassVar = ("chat.completion", "chat.completion.chunk", "chatcmpl")
+    messages: list[_Message]
     tools: list[dict[str, Any]] = []
     tool_choice: Literal["auto", "none"] = "auto"
     chat_template_kwargs: dict[str, Any] = {}
 
     @property
     def chat(self) -> Chat:
-        """Return the messages and the tools that the policy may call."""
+        """Return the messages, and the tools that the policy may call."""
         messages = [{"content": "", **x.model_dump(exclude_unset=True)} for x in self.messages]
         tools = [] if self.tool_choice == "none" else self.tools
         return Chat(messages, tools, self.chat_template_kwargs)
 
 
-_MODELS = {"generate": _Generate, "completions": _Completion, "chat": _Chat}
+_MODELS: dict[Kind, Any] = {"generate": _Generate, "completions": _Completion, "chat": _Chat}
 
 
 def parse(kind: Kind, body: Mapping[str, Any], served: Served, seed: int) -> "Call":
@@ -182,8 +178,8 @@ def parse(kind: Kind, body: Mapping[str, Any], served: Served, seed: int) -> "Ca
     if request.model and request.model != served.model:
         text = f"the model {request.model!r:.80} does not exist. This server has {served.model!r}"
         raise ApiError(text, status=404, param="model", code="model_not_found")
+    chat = request.chat if kind == "chat" else Chat(())
     try:
-        chat = request.chat if kind == "chat" else Chat(())
         prompt = served.chat.prompt(chat) if kind == "chat" else request.prompt
         if isinstance(prompt, str):
             prompt = served.tokenizer.encode(prompt, add_bos=True)
@@ -199,58 +195,49 @@ def parse(kind: Kind, body: Mapping[str, Any], served: Served, seed: int) -> "Ca
 
 def _validated(kind: Kind, body: Mapping[str, Any]) -> Any:
     """Return the parameters of a request, or raise ApiError with the name of a wrong one."""
-    model, given = _MODELS[kind], dict(body)
+    given = dict(body)
     if kind == "generate" and isinstance(own := given.pop("sampling_params", None), dict):
         given = {**own, **given}
     # A chat's template writes special tokens.
     neutral = dict.fromkeys(given) | _NEUTRAL | {"add_special_tokens": kind == "completions"}
     given = {k: v for k, v in given.items() if v not in (None, neutral[k]) and k not in _UNUSED}
     try:
-        return model.model_validate(given)
+        return _MODELS[kind].model_validate(given)
     except ValidationError as error:
         first = error.errors()[0]
         name = str(first["loc"][0])
-        rules = {
-            x.alias or own: x.description or first["msg"] for own, x in model.model_fields.items()
-        }
-        rule = rules.get(name, "the parameter is not supported. Leave it out")
+        rule = _WANTED.get(name, first["msg"])
+        if first["loc"] == (name,) and first["type"] == "extra_forbidden":
+            rule = "the parameter is not supported. Leave it out"
         shown = f" = {given[name]!r:.80}" if name in given else ""
         raise ApiError(f"{name}{shown}: {rule}", param=name) from None
 
 
-def _settings(request: Any, chat: Chat, served: Served, prompt_length: int) -> SamplingSettings:
-    """Return the sampling settings of a prompt, or raise ApiError or ValueError."""
-    room, run = served.max_length - prompt_length, served.sampling
+def _settings(request: _Request, chat: Chat, served: Served, length: int) -> SamplingSettings:
+    """Return the sampling settings of a prompt of a length, or raise ApiError or ValueError."""
+    room, run = served.max_length - length, served.sampling
     wanted = request.max_completion_tokens or request.max_tokens
     if room < 1 or (wanted and wanted > room and run is None):
-        raise ApiError(
-            f"the prompt has {prompt_length} tokens and the response may have "
-            f"{wanted or 1}; the maximum context length is {served.max_length}. Shorten the "
-            "prompt, or lower max_tokens",
-            param="max_tokens",
-            code="context_length_exceeded",
-        )
+        text = f"the prompt has {length} tokens and the response may have {wanted or 1}; the "
+        text += f"maximum context length is {served.max_length}. Shorten the prompt, or lower "
+        raise ApiError(f"{text}max_tokens", param="max_tokens", code="context_length_exceeded")
     if request.stop and request.min_tokens:
-        raise ValueError(
-            "min_tokens with stop: a stop text may come earlier. Leave out one of them"
-        )
+        raise ValueError("min_tokens with stop: a stop text may come earlier. Leave out one")
     decode = functools.partial(served.tokenizer.decode, skip_special=False)
-    limits: dict[str, Any] = {"max_new_tokens": min(wanted or room, room)}
-    limits["stop_strings"] = StopStrings(request.stop, decode) if request.stop else None
-    given = {name: getattr(request, name) for name in _SETTINGS}
+    stops = StopStrings(request.stop, decode) if request.stop else None
+    limits: Any = {"max_new_tokens": min(wanted or room, room), "stop_strings": stops}
+    given = request.model_dump(include=_SETTINGS, by_alias=True, exclude_none=True)
     if run is None:
         own = () if request.ignore_eos else served.eos_ids
-        more = served.chat.stop_ids if chat.messages else ()
-        limits["stop_ids"] = tuple(dict.fromkeys((*own, *more, *request.stop_token_ids)))
-        known = {_SETTINGS[name]: value for name, value in given.items() if value is not None}
-        return SamplingSettings(**limits, **known)
-    fixed = {name: getattr(run, own) for name, own in _SETTINGS.items()}
-    fixed |= {"n": 1, "seed": None, "ignore_eos": False, "stop_token_ids": None}
-    given |= {name: getattr(request, name) for name in fixed}
-    given["stop_token_ids"] = sorted({*request.stop_token_ids} - {*served.eos_ids}) or None
-    for name, value in given.items():
-        if value not in (None, fixed[name]):
-            text = f"{name} = {value}: the training run has {fixed[name]}. Leave it out"
+        ends = (*own, *(served.chat.stop_ids if chat.messages else ()), *request.stop_token_ids)
+        return SamplingSettings(**limits, **given, stop_ids=tuple(dict.fromkeys(ends)))
+    more = sorted({*request.stop_token_ids} - {*served.eos_ids})
+    given |= {"n": request.n, "seed": request.seed, "ignore_eos": request.ignore_eos}
+    fixed = vars(run) | {"n": 1, "seed": None, "ignore_eos": False}
+    for name, value in {**given, "stop_token_ids": more}.items():
+        if value != (has := fixed.get(name, [])):
+            name = "min_tokens" if name == "min_new_tokens" else name
+            text = f"{name} = {value}: the training run has {has}. Leave it out"
             raise ApiError(text, param=name)
     return dataclasses.replace(run, stop_ids=served.eos_ids, **limits)
 
@@ -274,11 +261,6 @@ class Update(NamedTuple):
 
 NOTHING = Update(np.empty(0, np.int32), np.empty(0, np.float32))
 """A sample without tokens."""
-# By kind: `object` of a response and of a chunk of a stream, and the start of `id`.
-_OBJECTS = {
-    "completions": ("text_completion", "text_completion", "cmpl"),
-    "chat": ("chat.completion", "chat.completion.chunk", "chatcmpl"),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,25 +287,22 @@ class Call:
     def response(self, updates: Sequence[Update]) -> dict[str, Any]:
         """Return the whole response, of all samples."""
         choices = list(map(self.choice, range(len(updates)), updates))
-        found = self.envelope(choices, usage=self.usage(updates))
-        if self.kind == "chat" and self.request.return_token_ids:
+        found = self.envelope(choices, updates)
+        if self.request.return_token_ids:
             found["prompt_token_ids"] = self.prompt.tolist()
         return found
 
-    def envelope(self, choices: Sequence[Any], **more: Any) -> dict[str, Any]:
-        """Return a response, or a chunk of a stream, with these choices."""
-        found = {"model": self.served.model, "choices": choices, "created": self.created, **more}
+    def envelope(self, choices: Sequence[Any], updates: Sequence[Update] = ()) -> dict[str, Any]:
+        """Return a response, or a chunk of a stream, with choices, and token counts of updates."""
+        found = {"model": self.served.model, "choices": choices, "created": self.created}
+        if updates:
+            prompt, sampled = len(self.prompt), sum(len(y.tokens) for y in updates)
+            counts = {"prompt_tokens": prompt, "completion_tokens": sampled}
+            found["usage"] = {**counts, "total_tokens": prompt + sampled}
         if self.kind == "generate":
             return found | {"request_id": self.id}
-        whole, chunk, start = _OBJECTS[self.kind]
-        name = chunk if self.request.stream else whole
-        return found | {"id": f"{start}-{self.id}", "object": name}
-
-    def usage(self, updates: Sequence[Update]) -> dict[str, int]:
-        """Return the token counts of the request."""
-        prompt, sampled = len(self.prompt), sum(len(y.tokens) for y in updates)
-        counts = {"prompt_tokens": prompt, "completion_tokens": sampled}
-        return counts | {"total_tokens": prompt + sampled}
+        *names, start = self.request.objects
+        return found | {"id": f"{start}-{self.id}", "object": names[self.request.stream]}
 
     def choice(self, index: int, update: Update, before: Update = NOTHING) -> dict[str, Any]:
         """Return the choice of a sample, or in a stream what an update adds to the one before it.
@@ -336,23 +315,20 @@ class Call:
         choice["logprobs"] = None if request.logprobs is False else self._logprobs(update, start)
         if request.return_token_ids:
             choice["token_ids"] = update.tokens[start:].tolist()
-            if not start and (request.stream or self.kind == "completions"):
-                choice["prompt_token_ids"] = self.prompt.tolist()
+            choice |= {} if start else {"prompt_token_ids": self.prompt.tolist()}
         if self.kind == "generate":
             return choice
-        if self.kind == "chat" and (not request.stream or (self.chat.tools and update.finish)):
-            message = self.message(update)
-            if calls := message.get("tool_calls"):
-                if update.finish == "stop":
-                    choice["finish_reason"] = "tool_calls"
-                if request.stream:
-                    message["tool_calls"] = [{"index": i, **x} for i, x in enumerate(calls)]
-            return choice | {"delta" if request.stream else "message": message}
         added = self._text(update)[len(self._text(before)) :]
         if self.kind == "completions":
             return choice | {"text": added}
-        delta = {} if start else {"role": "assistant"}
-        return choice | {"delta": delta if self.chat.tools else {**delta, "content": added}}
+        if request.stream and not (self.chat.tools and update.finish):
+            delta = {} if start else {"role": "assistant"}
+            return choice | {"delta": delta if self.chat.tools else {**delta, "content": added}}
+        message = self.message(update)
+        for i, call in enumerate(message.get("tool_calls", ())):
+            call |= {"index": i} if request.stream else {}
+            choice["finish_reason"] = update.finish.replace("stop", "tool_calls")
+        return choice | {"delta" if request.stream else "message": message}
 
     def message(self, update: Update) -> dict[str, Any]:
         """Return the message of a sample that has ended."""
@@ -387,14 +363,9 @@ class Call:
         if self.kind == "completions":
             found = {"tokens": texts, "token_logprobs": values}
             return {**found, "top_logprobs": None, "text_offset": None}
-        return {
-            "content": [
-                {
-                    "token": text,
-                    "logprob": value,
-                    "bytes": list(tokenizer.token_bytes(token)),
-                    "top_logprobs": [],
-                }
-                for text, value, token in zip(texts, values, tokens, strict=True)
-            ]
-        }
+        parts = [list(tokenizer.token_bytes(token)) for token in tokens]
+        content = [
+            {"token": text, "logprob": value, "bytes": part, "top_logprobs": []}
+            for text, value, part in zip(texts, values, parts, strict=True)
+        ]
+        return {"content": content}

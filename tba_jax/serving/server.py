@@ -51,11 +51,10 @@ class RequestQueue:
 
     def __init__(self, served: Served) -> None:
         self._served = served
-        # New calls with the receiver of their updates; None: the call is cancelled.
+        # New calls with the receiver of their updates; None: the call has ended.
         self._arrived = queue.SimpleQueue[tuple[Call, Callable[..., Any] | None]]()
-        # By the session's number of a request: call, receiver, and number of unfinished samples;
-        # used on the session's thread only.
-        self._live: dict[int, list[Any]] = {}
+        # Call and receiver by the session's number of a request; for the session's thread only.
+        self._live: dict[int, tuple[Call, Callable[..., Any]]] = {}
 
     async def __call__(self, kind: Kind, body: Mapping[str, Any]) -> tuple[Call, Updates]:
         """Return the call of a request, and its updates, which begin it."""
@@ -84,19 +83,16 @@ class RequestQueue:
         if session.is_idle:
             return False
         for y in session.step():
-            call, notify, left = self._live.pop(y.request)
-            if left > 1:
-                self._live[y.request] = [call, notify, left - 1]
             finish = "stop" if y.has_eos else "length"
-            notify((y.sample, Update(y.tokens, y.token_logprobs, finish)))
-        for number, (call, notify, _) in self._live.items():
+            self._live[y.request][1]((y.sample, Update(y.tokens, y.token_logprobs, finish)))
+        for number, (call, notify) in self._live.items():
             if call.request.stream:
                 for sample, row in session.unfinished(number).items():
                     notify((sample, Update(*row)))
         return True
 
     def _take_in(self, session: Session) -> None:
-        """Submit new calls to the session and drop cancelled ones; their slots become free."""
+        """Submit new calls to the session and drop those that ended; their slots become free."""
         while not self._arrived.empty():
             call, notify = self._arrived.get_nowait()
             for number in [n for n, (own, *_) in self._live.items() if own is call]:
@@ -109,7 +105,7 @@ class RequestQueue:
             except ValueError as error:
                 notify((0, ApiError(str(error))))
             else:
-                self._live[number] = [call, notify, call.request.n]
+                self._live[number] = call, notify
 
 
 def make_application(
@@ -135,12 +131,9 @@ def make_application(
             raise ApiError("the content type is not JSON. Send Content-Type: application/json")
         return scopes(request.path_params.get("episode", ""))
 
-    def sampler(kind: Kind) -> Callable[[Request], Awaitable[Response]]:
-        async def sample(request: Request) -> Response:
-            scope, body = scope_of(request), await request.body()
-            return await _unless_disconnected(request, _respond(scope, kind, body))
-
-        return sample
+    async def sample(kind: Kind, request: Request) -> Response:
+        scope, body = scope_of(request), await request.body()
+        return await _unless_disconnected(request, _respond(scope, kind, body))
 
     async def models(request: Request) -> Response:
         scope_of(request)
@@ -148,12 +141,12 @@ def make_application(
         card["max_model_len"] = served.max_length
         return JSONResponse({"object": "list", "data": [card]})
 
-    async def health(request: Request) -> Response:
-        return JSONResponse({"status": "ok"})
-
-    paths = _ROUTES.items()
-    routes = [Route(prefix + path, sampler(kind), methods=["POST"]) for kind, path in paths]
-    routes += [Route(f"{prefix}/v1/models", models), Route("/health", health)]
+    routes = [
+        Route(prefix + path, functools.partial(sample, kind), methods=["POST"])
+        for kind, path in _ROUTES.items()
+    ]
+    health = Route("/health", JSONResponse({"status": "ok"}))
+    routes += [Route(f"{prefix}/v1/models", models), health]
     handlers = dict.fromkeys((ApiError, HTTPException, ClientDisconnect), _refusal)
     return Starlette(routes=routes, exception_handlers=dict[Any, Any](handlers))
 
@@ -165,7 +158,7 @@ async def _refusal(request: Request, error: Any) -> Response:
         error = ApiError(text, status=error.status_code)
     if isinstance(error, ClientDisconnect):
         error = ApiError("the client disconnected", status=499)
-    return JSONResponse(error.body(), error.status)
+    return JSONResponse(error.body, error.status)
 
 
 async def _unless_disconnected(request: Request, work: Awaitable[Response]) -> Response:
@@ -200,21 +193,19 @@ async def _events(call: Call, first: tuple[int, Update], updates: Any) -> AsyncI
     """Yield server-sent events as tokens are sampled."""
     newest: dict[int, Update] = {}
     arrived: tuple[int, Update] | None = first
-    async with contextlib.aclosing(updates):
-        try:
+    try:
+        async with contextlib.aclosing(updates):
             while arrived is not None:
                 i, update = arrived
                 before, newest[i] = newest.get(i, NOTHING), update
                 if update.finish or len(update.tokens) > len(before.tokens):
                     yield _event(call.envelope([call.choice(i, update, before)]))
                 arrived = await anext(updates, None)
-        except ApiError as error:  # the status was sent before, so the error is an event
-            yield _event(error.body())
-            return
-    if call.request.stream_options.get("include_usage"):
-        usage = call.usage(list(newest.values()))
-        yield _event({**call.envelope([]), "usage": usage})
-    yield "data: [DONE]\n\n"
+        if call.request.stream_options.get("include_usage"):
+            yield _event(call.envelope([], list(newest.values())))
+        yield "data: [DONE]\n\n"
+    except ApiError as error:  # the status was sent before, so the error is an event
+        yield _event(error.body)
 
 
 def _event(data: Any) -> str:

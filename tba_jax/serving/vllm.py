@@ -1,237 +1,283 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses that an inference server with vLLM's API samples (`search.engine`).
+"""Responses that an inference server with vLLM's routes samples (`search.engine`).
 
-Prompts go out as token IDs; token IDs come back with the log-prob of each. The server loads the
-weights of a version as a folder of adapters under a new name. A response is sampled with the newest
-weights at the time of its request, so all of its tokens have one version.
+Prompts go out as token IDs; token IDs come back, each with its log-prob and the name of the weights
+that sampled it. Each version of adapters is loaded under its own name, so a response has one
+version. Without adapters the server has one set of weights: it pauses its requests, reads the
+version from a folder, and continues, so a response may have several versions.
 
-Failures have the names "server_down" (no response now), "server_no_model" (the adapter is not
-loaded), "server_nonsense" (unusable contents) and "server_refused". Invariants: a response has the
-version of the adapter that it names, and every token a finite log-prob; a request that fails is
-sent again, or ends the run.
+Failures have the names "server_down" (no response now), "server_no_model" (the weights are not
+loaded), "server_nonsense" (unusable contents) and "server_refused". Invariants: every token has a
+finite log-prob and a version of this run; a request that fails is sent again, or ends the run.
 """
 
 import collections
+import concurrent.futures
 import contextlib
 import dataclasses
+import functools
 import math
 import os
-import queue
 import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import numpy as np
 
 from tba_jax.decoding.requests import Response, SamplingSettings, Statistics
 from tba_jax.decoding.stop_strings import StopStrings
+from tba_jax.devices.site import reading_mesh
 from tba_jax.models import lora
-from tba_jax.models.architecture import TransformerConfig
-from tba_jax.models.hf import adapter_files
+from tba_jax.models.hf import adapter_files, hf_weights
+from tba_jax.models.logprobs import row_token_logprobs
+from tba_jax.models.model import Description
+from tba_jax.models.scoring import Scoring
+from tba_jax.models.transformer import Params, TransformerConfig, abstract_params
 from tba_jax.serving.failures import Failure, FailureLines
 
-T = TypeVar("T")
-
-_CHECK_TIMEOUT_S = 60.0
+# Largest mean difference of the log-probs of a token in two programs, in nats. In float32 each of
+# about 10^4 sums rounds by 2^-24 of logits up to 30; matmuls of half precision round by 2^-9.
+_BOUNDS = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.5}
+_CHECK_VERSION = -1  # of the known weights that are loaded before training
 _MOST_PAUSE_S = 30.0  # longest pause between two attempts
 _MOST_ATTEMPTS = {"server_down": math.inf, "server_refused": 1}  # of one name; others: 5
 _STATUSES = {404: "server_no_model", 408: "server_down", 429: "server_down"}
-_KEPT = 2  # versions in the server: requests under way end with the one that they began with
 _STEP_S = 0.02  # longest wait of a step
-_START = "Start it with vllm serve MODEL --enable-lora and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1"
-# Parameters of a request besides its own, so that every sampling setting is set.
-_DEFAULTS = {
-    "n": 1,
-    "top_p": 1.0,
-    "top_k": -1,
-    "min_p": 0.0,
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "ignore_eos": True,  # the stop tokens are those of the run alone
-    "skip_special_tokens": False,  # a stop string may be one
-    "include_stop_str_in_output": True,
-    "return_token_ids": True,
-    "return_tokens_as_token_ids": True,
-    "logprobs": 1,
-}
+_START = (
+    "Start it with vllm serve {} --enable-scale-out, for adapters with --enable-lora and "
+    "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, for all weights with VLLM_SERVER_DEV_MODE=1"
+)
 
 
 class ServerError(RuntimeError):
     """The server did not give a usable response in time."""
 
 
+@dataclasses.dataclass
 class InferenceServer:
     """Client of the server; thread-safe, shared by the searchers of a process.
 
     The environment variable OPENAI_API_KEY has the bearer token of the server, if it needs one.
 
-    Args:
-        url: base URL, ending in /v1.
-        policy: architecture with adapters.
-        base: name of the base model, for the files of adapters.
-        folder: parent of the folders of adapters, which the server reads.
+    Attributes:
+        url: URL of the server, with or without /v1.
+        model: start model.
+        policy: its architecture, with adapters if only these are trained.
+        dtype: name of the dtype of the run's own matmuls, and of written weights.
+        folder: parent of the folders of versions, which the server reads.
         eos_ids, stop_strings: tokens and texts that end a response.
         longest: tokens that prompt and response may have.
         timeout_s: timeout of an attempt in seconds; attempts are repeated for twice that time.
     """
 
-    def __init__(
-        self,
-        url: str,
-        policy: TransformerConfig,
-        base: str,
-        folder: Path,
-        *,
-        eos_ids: tuple[int, ...],
-        stop_strings: StopStrings | None = None,
-        longest: int,
-        timeout_s: float,
-    ) -> None:
+    url: str
+    model: Description
+    policy: TransformerConfig
+    dtype: str
+    folder: Path
+    eos_ids: tuple[int, ...]
+    longest: int
+    timeout_s: float
+    stop_strings: StopStrings | None = None
+
+    def __post_init__(self) -> None:
         import urllib3  # slow; other runs need no client
 
-        self.eos_ids, self.stop_strings, self._longest = eos_ids, stop_strings, longest
-        self.failures, self._is_closed = FailureLines(f"search.engine {url}"), threading.Event()
-        self._policy, self._base, self._folder = policy, base, folder.absolute()
-        self._url, self._timeout_s = url.rstrip("/"), timeout_s
+        self.failures = FailureLines(f"search.engine {self.url}")
+        self._root = self.url.rstrip("/").removesuffix("/v1")
         self._http = urllib3.PoolManager(maxsize=256, retries=False)
-        self._name, self._loading = f"tba-{uuid.uuid4().hex[:8]}", threading.Lock()
-        self._adapters: dict[int, Path] = {}  # loaded ones by version, the newest last
+        self._is_closed, self._loading, self._num_loads = threading.Event(), threading.Lock(), 0
+        self._name, self._base = f"tba-{uuid.uuid4().hex[:8]}", ""  # base: the server's own model
+        self._versions: dict[str, int] = {}  # of all weights that were written, by their names
+        self._folders: list[Path] = []  # of versions that may be loaded again, the newest last
 
     def check(self, *, loads: bool = True) -> None:
-        """Ask the server for its model and for one token, and with `loads` for one of an adapter.
+        """Ask the server for its model, and with `loads` compare its log-probs with our scorer's.
 
-        Raises ValueError if the server or its model cannot be used, or an adapter has no effect.
+        Raises ValueError if the server or its model cannot be used.
         """
-        adapter_files.check(self._policy)
+        if self.policy.adapters:
+            adapter_files.check(self.policy)
+        elif jax.process_count() > 1:
+            raise ValueError("search.engine needs lora.rank in a run of several processes")
         try:
-            cards = self._send("GET", "/models", None, _CHECK_TIMEOUT_S).get("data") or []
-            card = next((x for x in cards if not x.get("parent")), None)
-            if card is None:
-                raise Failure("server_nonsense", "the server lists no model")
-            longest = card.get("max_model_len") or self._longest
-            if longest < self._longest:
-                raise Failure(
-                    "server_refused",
-                    f"the model {card['id']!r} has max_model_len = {longest}, and prompt and "
-                    f"response may have {self._longest} tokens (task.max_prompt_tokens + "
-                    "search.max_new_tokens). Lower one of the two settings, or start the server "
-                    "with a larger length",
-                )
-            prompt, key = np.array(self.eos_ids[:1]), np.zeros(2, np.uint32)
-            one = (prompt, key, SamplingSettings(1), _CHECK_TIMEOUT_S)
-            _, before, _ = self._complete(str(card["id"]), *one)
-            if not loads:
-                return
-            adapters = jax.tree.map(lambda x: x + 0.1, lora.init_adapters(self._policy, 0))
-            folder = self._write("check", adapters)
-            try:
-                self._load(folder)
-                _, after, _ = self._complete(folder.name, *one)
-            finally:
-                self._unload(folder)
-            if np.array_equal(before, after):
-                raise Failure("server_nonsense", "an adapter changes no log-prob")
+            cards = self._send("/v1/models").get("data") or []
+            card = next((x for x in cards if not x.get("parent")), {})
+            self._base, longest = str(card.get("id")), card.get("max_model_len") or self.longest
+            if longest < self.longest:
+                text = f"the model {self._base!r} has max_model_len = {longest}, and prompt and "
+                text += f"response may have {self.longest} tokens (task.max_prompt_tokens + "
+                text += "search.max_new_tokens). Lower one of them, or raise --max-model-len"
+                raise Failure("server_refused", text)
+            if loads:
+                self._compare()
         except Failure as error:
-            text = f"config.search.engine = {self._url!r}: {error} ({error.name}). {_START}"
-            raise ValueError(text) from error
+            text = f"config.search.engine = {self.url!r}: {error} ({error.name})"
+            raise ValueError(f"{text}. {_START.format(self.model.folder)}") from error
+
+    def _compare(self) -> None:
+        """Load known weights, and compare the log-probs of some tokens with those of our scorer.
+
+        Raises Failure if the mean difference is above the bound of the dtype, or above half of the
+        difference to the start model, whose log-probs a server has if it ignores weights.
+        """
+        mesh = reading_mesh(self.policy.hidden_size, jax.local_devices())
+        base = self.model.load_on(mesh, self.dtype)
+        draw = functools.partial(jax.random.normal, jax.random.key(0))
+        if self.policy.adapters:
+            fresh = lora.init_adapters(self.policy, 0)
+            known = jax.tree.map(lambda x: x + 0.02 * draw(x.shape), fresh)
+            whole = lora.merge(base, known, config=self.policy)
+        else:
+            known = whole = jax.tree.map(lambda x: x * (1 + 0.1 * draw(x.shape, x.dtype)), base)
+        # Random prompts, because after a usual one the next token may be almost certain.
+        most = self.model.config.num_tokens or self.model.config.vocab_size
+        prompts = np.random.default_rng(0).integers(0, most, (8, 8), np.int32)
+        settings = SamplingSettings(min(4, self.longest - 8), stop_ids=())
+        self._folders.append(self._write(_CHECK_VERSION, known))
+        try:
+            self._load(self._folders[-1])
+            found = [self._ask(row, np.zeros(2, np.uint32), settings) for row in prompts]
+        finally:
+            self._unload(self._folders.pop())
+        score = functools.partial(
+            jax.jit(row_token_logprobs, static_argnames=("response_bucket", "scoring", "config")),
+            tokens=np.concatenate([prompts, [y.tokens for y in found]], axis=1),
+            prompt_lengths=np.full(8, 8),
+            response_lengths=np.full((8, 1), settings.max_new_tokens),
+            response_bucket=settings.max_new_tokens,
+            scoring=Scoring(compute_dtype=self.dtype),
+            config=dataclasses.replace(self.policy, adapters=None, attention="xla"),
+        )
+        theirs = np.stack([y.token_logprobs for y in found])[:, None]
+        gap, of_start = (
+            float(np.abs(theirs - np.asarray(score(params))).mean()) for params in (whole, base)
+        )
+        if not gap <= (bound := min(_BOUNDS[self.dtype], of_start / 2)):
+            text = (
+                f"with known weights its log-probs differ from ours by {gap:.2g} a token; wanted "
+            )
+            text += f"at most {bound:.2g} (model.compute_dtype = {self.dtype}). The server ignores "
+            raise Failure("server_nonsense", f"{text}weights, or has another model or dtype")
 
     def session(self, params: Any, *, num_slots: int, version: int, **_: Any) -> "ServerSession":
-        """Return an empty session; `params` are adapters, other arguments as in `Decoder`."""
+        """Return an empty session of `params`, the trained weights; arguments as in `Decoder`."""
         return ServerSession(self, num_slots, params, version)
 
-    def publish(self, version: int, adapters: Any) -> None:
-        """Load a version's adapters (a tree), unless they are loaded; later requests use them.
+    def publish(self, version: int, params: Params) -> None:
+        """Load a version of the trained weights, unless a newer one is; later requests use it.
 
         Raises ServerError if the server does not load them.
         """
         with self._loading:
-            if version in self._adapters:
+            if version <= max(self._versions.values(), default=_CHECK_VERSION):
                 return
-            folder = self._write(version, adapters)
-            try:
-                self._repeat(lambda: self._load(folder))
-            except ServerError:
-                shutil.rmtree(folder, ignore_errors=True)
-                raise
-            self._adapters[version] = folder
-            while len(self._adapters) > _KEPT:
-                self._unload(self._adapters.pop(next(iter(self._adapters))))
+            folder = self._write(version, params)
+            self._folders.insert(0, folder)  # `close` deletes it, also if it cannot be loaded
+            self._repeat(lambda: self._load(folder))
+            self._folders.append(self._folders.pop(0))
+            # Requests under way end with the adapters that they began with.
+            while len(self._folders) > (2 if self.policy.adapters else 1):
+                self._unload(self._folders.pop(0))
 
-    def sample(
-        self, prompt: np.ndarray, key: np.ndarray, settings: SamplingSettings
-    ) -> tuple[np.ndarray, np.ndarray, bool, int]:
-        """Return tokens, int32 [t], log-probs, float32 [t], whether they have an end, and version.
+    def sample(self, prompt: np.ndarray, key: np.ndarray, settings: SamplingSettings) -> Response:
+        """Return a response to a prompt, int32 [s], with request and sample 0.
 
-        The prompt is int32 [s], the key uint32 [2]; some servers ignore the seed that it becomes.
-        Raises ServerError if no attempt gave a usable response.
+        Some servers ignore the seed that the key, uint32 [2], becomes. Raises ServerError if no
+        attempt gave a usable response.
         """
 
-        def attempt() -> tuple[np.ndarray, np.ndarray, bool, int]:
-            version, folder = list(self._adapters.items())[-1]
+        def attempt() -> Response:
+            seen = self._num_loads
             try:
-                return *self._complete(folder.name, prompt, key, settings), version
+                return self._ask(prompt, key, settings)
             except Failure as error:
-                if error.name == "server_no_model":  # a restarted server has no adapters
-                    with contextlib.suppress(Failure):  # the next attempt shows whether it is there
-                        self._load(folder)
+                if error.name == "server_no_model":  # a restarted server has the start model alone
+                    # The next attempt shows whether this one loaded it.
+                    with self._loading, contextlib.suppress(Failure):
+                        if self._num_loads == seen:
+                            self._load(self._folders[-1])
                 raise
 
         return self._repeat(attempt)
 
     def close(self) -> None:
-        """Stop retrying requests, and unload the adapters."""
+        """Stop retrying requests, unload adapters, and delete the folders of versions."""
         self._is_closed.set()
         with self._loading:
-            while self._adapters:
-                self._unload(self._adapters.popitem()[1])
+            while self._folders:
+                self._unload(self._folders.pop())
 
-    def _write(self, name: object, adapters: Any) -> Path:
-        folder = self._folder / f"{self._name}-{name}"
-        adapter_files.write(folder, self._policy, adapters, self._base)
+    def _write(self, version: int, params: Params) -> Path:
+        """Write a version to a new folder, whose name is that of the weights in the server."""
+        folder = self.folder / f"{self._name}-{version}"
+        self._versions[folder.name] = version
+        if self.policy.adapters:
+            adapter_files.write(folder, self.policy, params, str(self.model.folder))
+            return folder
+        for old in set(self.folder.glob("tba-????????-*")) - set(self._folders):
+            shutil.rmtree(old)  # a run that was killed has left it
+        whole, hf_config = _stacked(params, self.policy), self.model.hf_config
+        hf_weights.save(folder, self.policy, whole, hf_config, dtype=self.dtype)
         return folder
 
     def _load(self, folder: Path) -> None:
-        body = {"lora_name": folder.name, "lora_path": str(folder)}
-        self._send("POST", "/load_lora_adapter", body)
+        if self.policy.adapters:
+            body = {"lora_name": folder.name, "lora_path": str(folder)}
+            self._send("/v1/load_lora_adapter", body)
+        else:
+            self._send("/pause?mode=keep", {})
+            try:
+                where = {"weights_path": str(folder)}
+                self._send("/collective_rpc", {"method": "reload_weights", "kwargs": where})
+                self._send("/reset_prefix_cache", {})
+                self._send("/update_weight_version", {"new_version": folder.name})
+            finally:
+                self._send("/resume", {})
+        self._num_loads += 1
 
     def _unload(self, folder: Path) -> None:
-        """Unload an adapter, and delete its folder."""
-        body = {"lora_name": folder.name}
+        """Unload adapters, and delete the folder of a version."""
         try:
-            self._send("POST", "/unload_lora_adapter", body, _CHECK_TIMEOUT_S)
+            if self.policy.adapters:
+                self._send("/v1/unload_lora_adapter", {"lora_name": folder.name})
         except Failure as error:
             if error.name != "server_no_model":  # a restarted server has no adapters
                 self.failures.report("server_unload", str(error), "request(s) failed as")
         shutil.rmtree(folder, ignore_errors=True)
 
-    def _complete(
-        self,
-        name: str,
-        prompt: np.ndarray,
-        key: np.ndarray,
-        settings: SamplingSettings,
-        timeout_s: float = 0.0,
-    ) -> tuple[np.ndarray, np.ndarray, bool]:
-        """Return one response of the model or adapter of this name, as `_read`."""
+    def _ask(self, prompt: np.ndarray, key: np.ndarray, settings: SamplingSettings) -> Response:
+        """Return one response of the newest weights, or raise Failure; arguments as of `sample`."""
+        name = self._folders[-1].name if self.policy.adapters else self._base
         stops = settings.stop_strings
-        body = _DEFAULTS | {
-            "model": name,
-            "prompt": prompt.tolist(),
+        sampling = {
             "max_tokens": settings.max_new_tokens,
             "temperature": settings.temperature,
             "seed": (int(key[0]) << 32 | int(key[1])) >> 1,  # servers take 63 bits
             "stop_token_ids": list(settings.stop_ids or ()),
             "stop": [] if stops is None else list(stops.strings),
+            "ignore_eos": True,  # the stop tokens are those of the run alone
+            "skip_special_tokens": False,  # a stop string may be one
+            "include_stop_str_in_output": True,
+            "logprobs": 1,
         }
-        return _read(self._send("POST", "/completions", body, timeout_s), body, stops)
+        body = {"model": name, "token_ids": prompt.tolist(), "sampling_params": sampling}
+        found = self._send("/inference/v1/generate", body)
+        choice = (found.get("choices") or [{}])[0]
+        spans = choice.get("weight_versions") or ()
+        names = [x["version"] for x in spans for _ in range(x["start"], x["end"])]
+        if self.policy.adapters:
+            names = [str(found.get("model"))] * len(choice.get("token_ids") or ())
+        if unknown := set(names) - self._versions.keys():
+            raise Failure("server_no_model", f"sampled with {sorted(unknown)}, and not with {name}")
+        return _read(choice, [self._versions[x] for x in names], settings)
 
-    def _repeat(self, attempt: Callable[[], T]) -> T:
+    def _repeat(self, attempt: Callable[[], Any]) -> Any:
         """Return the result of the first attempt that does not fail, or raise ServerError."""
         start_s, pause_s = time.monotonic(), 0.5
         attempts = collections.Counter[str]()  # by the name of their failure
@@ -243,28 +289,28 @@ class InferenceServer:
             attempts[failed.name] += 1
             self.failures.report(failed.name, str(failed), "request(s) failed as")
             spent_s = time.monotonic() - start_s
-            left_s = 2 * self._timeout_s - spent_s
+            left_s = 2 * self.timeout_s - spent_s
             is_last = attempts[failed.name] >= _MOST_ATTEMPTS.get(failed.name, 5)
             if is_last or left_s <= 0 or self._is_closed.wait(min(pause_s, left_s)):
-                remedy = _START if failed.name == "server_no_model" else "Repair the server"
                 raise ServerError(
-                    f"search.engine = {self._url!r}: {failed} ({failed.name}; "
-                    f"{attempts.total()} attempts in {spent_s:.0f} s). {remedy}, then run the "
-                    "same command again to continue"
+                    f"search.engine = {self.url!r}: {failed} ({failed.name}; {attempts.total()} "
+                    f"attempts in {spent_s:.0f} s). Repair the server, then run the same command "
+                    "again to continue"
                 ) from failed
             pause_s = min(2 * pause_s, _MOST_PAUSE_S)
 
-    def _send(
-        self, method: str, path: str, body: Mapping[str, Any] | None, timeout_s: float = 0.0
-    ) -> dict[str, Any]:
-        """Return the JSON object of a response of status 200, {} for a text, or raise Failure."""
+    def _send(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """Return the JSON object of a response of status 200, {} for a text, or raise Failure.
+
+        A request with a body is a POST.
+        """
         import urllib3
 
-        key, timeout_s = os.environ.get("OPENAI_API_KEY"), timeout_s or self._timeout_s
+        key, timeout_s = os.environ.get("OPENAI_API_KEY"), self.timeout_s
         try:
             found = self._http.request(
-                method,
-                self._url + path,
+                "GET" if body is None else "POST",
+                self._root + path,
                 json=body,
                 headers={"authorization": f"Bearer {key}"} if key else None,
                 timeout=urllib3.Timeout(connect=min(10.0, timeout_s), read=timeout_s),
@@ -282,36 +328,42 @@ class InferenceServer:
         raise Failure(_STATUSES.get(found.status, other), text)
 
 
-def _read(
-    found: Mapping[str, Any], body: Mapping[str, Any], stops: StopStrings | None
-) -> tuple[np.ndarray, np.ndarray, bool]:
-    """Return tokens, int32 [t], log-probs, float32 [t], and whether the response has an end.
+def _stacked(params: Params, config: TransformerConfig) -> Params:
+    """Return parameters with stacked layers; of the decoder's layout, lists of host arrays."""
+    if isinstance(params["layers"], dict):
+        return params
+    shapes, host = abstract_params(config)["layers"], jax.device_get(params)
+    layers = {
+        name: [layer[name].reshape(x.shape[1:]) for layer in host["layers"] if name in layer]
+        for name, x in shapes.items()
+    }
+    return {**host, "layers": layers}
 
-    Raises Failure if they are missing, or do not fit the request.
+
+def _read(
+    choice: Mapping[str, Any], versions: Sequence[int], settings: SamplingSettings
+) -> Response:
+    """Return the response in a choice, or raise Failure if it does not fit the settings.
+
+    `versions` are those of the weights that sampled each token.
     """
-    choice, most = (found.get("choices") or [{}])[0], body["max_tokens"]
-    ids, sent = choice.get("token_ids") or [], choice.get("prompt_token_ids")
-    values = (choice.get("logprobs") or {}).get("token_logprobs") or []
-    wrong, size = "", most + 1
-    if found.get("model") != body["model"]:
-        wrong = f"is of the model {found.get('model')!r:.80}, not of {body['model']!r}"
-    elif sent not in (None, body["prompt"]):
-        wrong = "is to a prompt with other tokens"
-    elif not ids or not all(isinstance(x, int) and x >= 0 for x in ids):
+    ids, finish = choice.get("token_ids") or [], choice.get("finish_reason")
+    content = (choice.get("logprobs") or {}).get("content") or []
+    logprobs = np.array([x.get("logprob") for x in content], np.float32)
+    wrong = ""
+    if not ids or not all(isinstance(x, int) and x >= 0 for x in ids):
         wrong = "has no token_ids: this server cannot return token IDs"
-    elif len(values) != len(ids) or not np.isfinite(np.array(values, float)).all():
+    elif len(logprobs) != len(ids) or not (logprobs > -9999).all():  # vLLM's value of NaN
         wrong = f"has {len(ids)} tokens without a finite log-prob of each"
-    else:
-        ends = [i + 1 for i, token in enumerate(ids) if token in body["stop_token_ids"]][:1]
-        if stops is not None and (end := stops.end(np.array(ids), 0)):
-            ends.append(end)
-        size = min(ends, default=size)
-        if size > most > len(ids):
-            wrong = f"ends after {len(ids)} of {most} tokens without a stop token or stop string"
+    elif len(versions) != len(ids):
+        wrong = f"has {len(ids)} tokens and weight_versions of {len(versions)}"
+    elif finish != "stop" and len(ids) != settings.max_new_tokens:
+        wrong = f"ends after {len(ids)} of {settings.max_new_tokens} tokens, by {finish!r}"
     if wrong:
         raise Failure("server_nonsense", f"the response {wrong}")
-    kept = min(size, most)
-    return np.array(ids[:kept], np.int32), np.array(values[:kept], np.float32), size <= most
+    drawn_by = np.array(versions, np.int32)
+    ends = finish == "stop", int(drawn_by.min()), int(drawn_by.max()), settings.temperature
+    return Response(0, 0, np.array(ids, np.int32), logprobs, *ends, drawn_by)
 
 
 class ServerSession:
@@ -322,17 +374,17 @@ class ServerSession:
 
     def __init__(self, server: InferenceServer, num_slots: int, params: Any, version: int) -> None:
         self._server, self.num_slots, self.statistics = server, num_slots, Statistics()
-        self._results: queue.SimpleQueue[Response | Exception] = queue.SimpleQueue()
-        self._num_submitted = self._num_open = 0
+        self._open: set[concurrent.futures.Future[Response]] = set()
+        self._num_submitted = 0
         self.swap(params, version)
 
     @property
     def is_idle(self) -> bool:
-        return not self._num_open
+        return not self._open
 
     @property
     def room(self) -> int:
-        return self.num_slots - self._num_open
+        return self.num_slots - len(self._open)
 
     def swap(self, params: Any, version: int) -> None:
         self._server.publish(version, params)
@@ -348,28 +400,34 @@ class ServerSession:
         """Request responses to one prompt; arguments and result as of `Session.submit`."""
         number, server = self._num_submitted, self._server
         self._num_submitted += 1
-        self._num_open += len(keys)
-        ends: dict[str, Any] = {"stop_strings": settings.stop_strings or server.stop_strings}
-        ends["stop_ids"] = server.eos_ids if settings.stop_ids is None else settings.stop_ids
+        ids = server.eos_ids if settings.stop_ids is None else settings.stop_ids
+        ends = {"stop_ids": ids, "stop_strings": settings.stop_strings or server.stop_strings}
         for j, key in enumerate(keys):
             own = dataclasses.replace(settings, temperature=float(temperatures[j]), **ends)
-            row = (number, j, prompt, key, own)
+            future: concurrent.futures.Future[Response] = concurrent.futures.Future()
+            row = (future, number, j, prompt, key, own)
             threading.Thread(target=self._sample, args=row, daemon=True).start()
+            self._open.add(future)
         return number
+
+    def _sample(self, future: Any, number: int, j: int, *arguments: Any) -> None:
+        """Put the response to one request, or an error, into a future."""
+        try:
+            y = self._server.sample(*arguments)
+            future.set_result(y._replace(request=number, sample=j))
+        except Exception as error:  # raised again by the thread of the session
+            future.set_exception(error)
 
     def forget(self, conversation: np.ndarray) -> None:
         """Do nothing: the server decides which caches it keeps."""
 
     def step(self) -> list[Response]:
         """Wait a short time for responses; return those that have arrived, or raise ServerError."""
-        start_s, found = time.perf_counter(), list[Response]()
-        with contextlib.suppress(queue.Empty):
-            while True:
-                response = self._results.get(timeout=_STEP_S if self._num_open and not found else 0)
-                if isinstance(response, Exception):
-                    raise response
-                found.append(response)
-        self._num_open -= len(found)
+        start_s = time.perf_counter()
+        ended, self._open = concurrent.futures.wait(
+            self._open, _STEP_S, concurrent.futures.FIRST_COMPLETED
+        )
+        found = [future.result() for future in ended]
         self.statistics.tokens += sum(len(y.tokens) for y in found)
         self.statistics.decode_s += time.perf_counter() - start_s
         return found
@@ -377,15 +435,3 @@ class ServerSession:
     def run(self) -> Iterator[Response]:
         while not self.is_idle:
             yield from self.step()
-
-    def _sample(
-        self, number: int, j: int, prompt: np.ndarray, key: np.ndarray, own: SamplingSettings
-    ) -> None:
-        """Put the response to one request, or an error, into the results."""
-        try:
-            tokens, logprobs, has_end, version = self._server.sample(prompt, key, own)
-            versions = np.full(len(tokens), version, np.int32)
-            row = (tokens, logprobs, has_end, version, version, own.temperature, versions)
-            self._results.put(Response(number, j, *row))
-        except Exception as error:  # raised again by the thread of the session
-            self._results.put(error)

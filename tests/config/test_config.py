@@ -96,7 +96,7 @@ def test_no_field_is_dead():
         ({"task.reward": "a:f,b:g", "task.reward_weights": (1.0,)}, "reward names 2 functions"),
         ({"search.explore": (0.5, 1.5, 1.0)}, "search.explore = .*two ascending temperatures"),
         ({"task.name": "redteam", "victim.template": "{question}"}, "contain .attack. once"),
-        ({"search.engine": SERVER}, f"config.search.engine = '{SERVER}': the server receives the"),
+        ({"search.engine": SERVER, "num_searchers": 2}, f"engine = '{SERVER}': a server has one"),
         ({"search.engine": SERVER, "lora.rank": 4, "search.top_p": 0.9}, "top_p = 0.9: with a s"),
         ({"mesh.fsdp": 2, "batch.micro_batch_rows": 1}, "rows = 1: cannot .*rows=2 or a multiple"),
         ({"search.min_new_tokens": 49}, "must not exceed search.max_new_tokens = 48"),

@@ -165,16 +165,16 @@ def served():
 
 def run_with(served, workdir, *overrides, cache):
     server = (f"search.engine={served.url}/v1", "search.num_slots=32")
-    done = run(workdir, *LORA, *server, *overrides, cache=cache, timeout=600)
-    # Every adapter was unloaded, and its folder removed.
+    done = run(workdir, *server, *overrides, cache=cache, timeout=600)
     assert not served.loaded and not list((workdir / "adapters").glob("*"))
     records = [r for r in lines(workdir / "metrics.jsonl") if "train/loss" in r]
     ledger = json.loads((workdir / "report.json").read_text())["ledger"]
     return records, ledger, done.stderr
 
 
-def test_the_policy_learns_from_responses_of_a_server(served, tmp_path, cache):
-    records, ledger, _ = run_with(served, tmp_path / "run", cache=cache)
+@pytest.mark.parametrize("trained", [LORA, SYNC], ids=["adapters", "all weights"])
+def test_the_policy_learns_from_responses_of_a_server(served, tmp_path, cache, trained):
+    records, ledger, _ = run_with(served, tmp_path / "run", *trained, cache=cache)
     assert len(records) == 8 and ledger["rejected"] == {}
     # The mean log-ratio of trained responses is of either sign: older versions drew some of them.
     assert abs(records[-1]["train/kl_reference"]) > 0.1
@@ -187,10 +187,10 @@ def test_the_policy_learns_from_responses_of_a_server(served, tmp_path, cache):
 
 
 def test_a_known_error_of_log_probs_is_found_and_failures_lose_nothing(served, tmp_path, cache):
-    # The first two requests ask for one token, before the run.
-    served.faults, served.always = ["", "", 500, "no token ids", "forgotten", 429], "shifted"
+    # The check before the run sends eight requests.
+    served.faults, served.always = [""] * 8 + [500, "no token ids", "forgotten", 429], "shifted"
     try:
-        records, ledger, error = run_with(served, tmp_path / "run", *SYNC, cache=cache)
+        records, ledger, error = run_with(served, tmp_path / "run", *LORA, *SYNC, cache=cache)
     finally:
         served.faults, served.always = [], ""
     # 0.05 was added to every log-prob.

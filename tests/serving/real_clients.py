@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs of users, each run by the interpreter of a venv that has the client.
 
-python real_clients.py openai|tools|openenv BASE_URL, or trl BASE_URL MODEL_FOLDER
+python real_clients.py openenv BASE_URL, or trl BASE_URL MODEL_FOLDER
 
-The last two print the tokens, marks of sampled tokens, and log-probs of what they received.
+They print the tokens, marks of sampled tokens, and log-probs of what they received.
 To verifiers this file is a taskset with its harness.
 """
 
@@ -15,56 +15,7 @@ import socket
 import sys
 import threading
 
-ASK = {"model": "start", "messages": [{"role": "user", "content": "7+5-3"}], "max_tokens": 12}
-
-
-def with_openai(url):
-    import openai
-
-    client = openai.OpenAI(base_url=url, api_key="secret")
-    chats, completions = client.chat.completions, client.completions
-    assert [m.id for m in client.models.list()] == ["start"]
-    chat = chats.create(**ASK, seed=1, logprobs=True, extra_body={"return_token_ids": True})
-    choice, usage = chat.choices[0], chat.usage
-    assert choice.message.role == "assistant" and choice.finish_reason in ("stop", "length")
-    assert len(choice.logprobs.content) == usage.completion_tokens
-    assert len(choice.model_extra["token_ids"]) == usage.completion_tokens
-    assert len(chat.model_extra["prompt_token_ids"]) == usage.prompt_tokens
-    chunks = list(chats.create(**ASK, seed=1, stream=True, stream_options={"include_usage": True}))
-    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
-    assert text == choice.message.content and chunks[-1].usage == usage
-    plain = {"model": "start", "prompt": "7+5-3=", "max_tokens": 12, "seed": 2}
-    text = completions.create(**plain).choices[0].text
-    cut = completions.create(**plain, stop=[text[1]]).choices[0]
-    assert (cut.text, cut.finish_reason) == (text[:1], "stop")
-    for error, call in (
-        (openai.BadRequestError, lambda: chats.create(**ASK, temperature=-1)),
-        (openai.NotFoundError, lambda: completions.create(model="other", prompt="a")),
-        (openai.AuthenticationError, lambda: client.with_options(api_key="no").models.list()),
-    ):
-        try:
-            raise AssertionError(call())
-        except error as found:
-            assert found.body["message"]
-
-
-def with_tools(url):
-    import openai
-
-    chats = openai.OpenAI(base_url=url, api_key="secret").chat.completions
-    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
-    function = {"name": "add", "description": "Add numbers.", "parameters": schema}
-    ask = {**ASK, "tools": [{"type": "function", "function": function}]}
-    (choice,) = chats.create(**ask).choices
-    (call,) = choice.message.tool_calls
-    assert choice.finish_reason == "tool_calls"
-    assert (call.function.name, json.loads(call.function.arguments)) == ("add", {"a": 3})
-    answer = {"role": "tool", "tool_call_id": call.id, "content": "10"}
-    messages = [*ASK["messages"], choice.message.model_dump(exclude_none=True), answer]
-    chats.create(**{**ask, "messages": messages})
-    deltas = [chunk.choices[0] for chunk in chats.create(**ask, stream=True)]
-    (call,) = [x for d in deltas for x in d.delta.tool_calls or ()]
-    assert call.function.name == "add" and deltas[-1].finish_reason == "tool_calls"
+ASK = {"model": "start", "messages": [{"role": "user", "content": "7+5-3"}], "max_tokens": 8}
 
 
 def with_openenv(url):
@@ -82,8 +33,7 @@ def with_openenv(url):
     session, messages = server.registry.create("episode"), [*ASK["messages"]]
     agent = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="episode")
     for _ in range(2):
-        ask = {**ASK, "messages": messages, "max_tokens": 8}
-        answer = agent.chat.completions.create(**ask).choices[0].message
+        answer = agent.chat.completions.create(**{**ASK, "messages": messages}).choices[0].message
         messages += [answer.model_dump(exclude_none=True), {"role": "user", "content": "1+1"}]
     turns = to_turn_records(session.graph, export_session(session))
     server.stop()
@@ -162,7 +112,7 @@ if importlib.util.find_spec("verifiers"):
             client = openai.AsyncOpenAI(base_url=endpoint, api_key=secret, max_retries=0)
             for text in (data.prompt, "1+1"):
                 ask = {**ASK, "model": ctx.model, "messages": [{"role": "user", "content": text}]}
-                await client.chat.completions.create(**{**ask, "max_tokens": 8})
+                await client.chat.completions.create(**ask)
             return ProgramResult(0, "", "")
 
 

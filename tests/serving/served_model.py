@@ -6,11 +6,10 @@ import contextlib
 import copy
 import json
 import shutil
-import urllib.error
-import urllib.request
 from pathlib import Path
 
 import jax.numpy as jnp
+import urllib3
 from starlette.applications import Starlette
 from starlette.responses import JSONResponse
 from starlette.routing import Mount, Route
@@ -19,7 +18,7 @@ from tba_jax.decoding.engine import Decoder
 from tba_jax.devices.worker import StopFlag, Worker
 from tba_jax.models import lora
 from tba_jax.models import model as models
-from tba_jax.models.hf import adapter_files
+from tba_jax.models.hf import adapter_files, hf_weights
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.remote.http_server import HttpServer, bind
 from tba_jax.run.model_parts import START_MODEL
@@ -37,15 +36,18 @@ TEMPLATE = (
 CHANGES = {
     "no token ids": {"return_token_ids": False},
     "no log-probs": {"logprobs": False},
-    "another version": {"model": "start"},
     "early end": {"max_tokens": 1},
 }
+ROUTES = (
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/pause", "/resume", "/collective_rpc"),
+    *("/reset_prefix_cache", "/update_weight_version"),
+)
 
 
 class ServedModel:
-    """Decoder, sessions, queues and server, with the routes for adapters that vLLM has.
+    """Decoder, sessions, queues and server, with the routes for weights that vLLM has.
 
-    A request names its adapter in `model`. It takes the first of `faults`, or else `always`.
+    A request takes the first of `faults`, or else `always`.
     """
 
     def __init__(self, folder=START_MODEL):
@@ -56,8 +58,9 @@ class ServedModel:
         self.decoder = Decoder(self.config, compute_dtype=jnp.float32, **ids, **limits)
         chat = make_chat_format(self.tokenizer, "")
         self.served = Served("start", self.tokenizer, chat, ids["eos_ids"], MAX_LENGTH)
-        self.faults, self.always, self.is_paused = [], "", False
-        self.loaded, self.entries = {}, []  # queues by adapter; all queues with their sessions
+        self.faults, self.always, self.calls = [], "", []  # calls of routes that load weights
+        self.loaded, self.entries = {}, []  # queues of adapters; all queues with their sessions
+        self.weights, self.names = self.params, ["default"]  # of the model itself, by version
         self.queue, self.session = self.open(self.params, "start")
 
     def open(self, params, name):
@@ -66,24 +69,32 @@ class ServedModel:
         return self.entries[-1]
 
     def application(self, token):
-        own = {"load_lora_adapter": self.load, "unload_lora_adapter": self.unload}
-        routes = [Route(f"/v1/{name}", own[name], methods=["POST"]) for name in own]
+        routes = [Route(path, self.control, methods=["POST"]) for path in ROUTES]
         app = make_application(lambda episode: self.begin, self.served, token=token)
         return Starlette(routes=[*routes, Mount("/", app)])
 
-    async def load(self, request):
-        if self.always == "no adapters":
+    async def control(self, request):
+        """Answer on a route that loads weights."""
+        path, body = request.url.path, await request.json()
+        self.calls.append(path)
+        if self.always == "no loading" and path in ("/v1/load_lora_adapter", "/collective_rpc"):
             return JSONResponse({"error": {"message": "LoRA is not enabled"}}, 500)
-        body = await request.json()
-        config, adapters = adapter_files.read(Path(body["lora_path"]), self.config)
-        merged = lora.merge(self.params, adapters, config=config)
-        params = self.params if self.always == "no effect" else merged
-        self.loaded[body["lora_name"]], _ = self.open(params, body["lora_name"])
+        has_effect = self.always != "no effect"
+        if path == "/v1/load_lora_adapter":
+            config, adapters = adapter_files.read(Path(body["lora_path"]), self.config)
+            merged = lora.merge(self.params, adapters, config=config)
+            params = merged if has_effect else self.params
+            self.loaded[body["lora_name"]], _ = self.open(params, body["lora_name"])
+        elif path == "/v1/unload_lora_adapter":
+            found = self.loaded.pop(body["lora_name"], None)
+            return JSONResponse({}, 200 if found else 404)
+        elif path == "/collective_rpc":
+            folder = Path(body["kwargs"]["weights_path"])
+            found = hf_weights.load(folder, self.config, jnp.float32)
+            self.weights = found if has_effect else self.params
+        elif path == "/update_weight_version":
+            self.names.append(body["new_version"])
         return JSONResponse({})
-
-    async def unload(self, request):
-        name = (await request.json())["lora_name"]
-        return JSONResponse({}, 200 if self.loaded.pop(name, None) else 404)
 
     async def begin(self, kind, body):
         """Begin a request, as a `Scope` does, in the queue of its model."""
@@ -91,15 +102,25 @@ class ServedModel:
         if isinstance(fault, int):
             raise ApiError("spoiled", status=fault)
         await asyncio.sleep(2.0 if fault == "late" else 0)
-        if fault == "forgotten":
+        if fault == "forgotten":  # as a server that was restarted
             self.loaded.clear()
+            self.weights, _ = self.params, self.names.append("default")
+        while self.session.version < len(self.names) - 1:
+            await asyncio.sleep(0.002)
         body = {**body, **CHANGES.get(fault, {})}
         call, updates = await self.loaded.get(body.get("model"), self.queue)(kind, body)
+        plain, name = call.choice, self.names[-1]
+
+        def choice(index, update, *before):
+            span = {"version": name, "start": 0, "end": len(update.tokens)}
+            return plain(index, update, *before) | {"weight_versions": [span]}
+
+        object.__setattr__(call, "choice", choice)
         return call, shifted(updates) if fault == "shifted" else updates
 
     def step(self):
-        if self.is_paused:  # requests wait in their slots
-            return any(queue._take_in(session) for queue, session in self.entries)
+        if self.session.version < len(self.names) - 1:
+            self.session.swap(self.weights, len(self.names) - 1)
         return any([queue.step(session) for queue, session in self.entries])
 
     @contextlib.contextmanager
@@ -127,13 +148,9 @@ class ServedModel:
         """Status and JSON object, or the text of a stream; POST with a body."""
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         headers = {"content-type": "application/json", **(headers or {})}
-        try:
-            request = urllib.request.Request(self.url + path, data, headers)
-            response = urllib.request.urlopen(request, timeout=60)
-        except urllib.error.HTTPError as error:
-            response = error
-        with response:
-            text = response.read().decode()
+        method = "GET" if body is None else "POST"
+        response = urllib3.request(method, self.url + path, body=data, headers=headers, timeout=60)
+        text = response.data.decode()
         return response.status, text if text.startswith("data:") else json.loads(text)
 
 

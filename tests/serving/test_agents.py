@@ -9,7 +9,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
-from agents_for_tests import refused
+from agents_for_tests import complete
 from fake_models import START_MODEL_LOGIT, logprob_bound, scored_tokens
 from qwen_tokenizer import qwen_like_tokenizer
 
@@ -47,66 +47,50 @@ def drawn(model, environments, rows, swap=None):
     return all_played(environments, session, prompts, SETTINGS, swap)
 
 
-ROWS = [{"prompt": "7+5-3=", "kind": kind} for kind in ("tokens", "text", "fork")]
-
-
-def scored(model, params, episode):
-    """log pi of each sampled token of an episode."""
-    rows = [scored_tokens(model.config, params, START, episode.tokens[x]) for x in episode.paths]
-    return np.concatenate(rows)[episode.is_sampled]
-
-
-def assert_log_probs(model, episode, values):
-    bound = logprob_bound(model.config, 1 + LIMIT, START_MODEL_LOGIT)
-    own = episode.token_logprobs
-    np.testing.assert_allclose(own[episode.is_sampled], values, rtol=0, atol=bound)
-    assert not own[~episode.is_sampled].any()
-    assert episode.verdict == Score(len(values) / 10, None)  # no token was lost or counted twice
-
-
-def test_every_sampled_token_has_the_log_prob_that_the_scorer_gives_it(model):
+def test_every_sampled_token_has_the_log_prob_of_the_weights_that_drew_it(model):
+    rows = [{"prompt": "7+5-3=", "kind": kind} for kind in ("tokens", "text", "fork", "late")]
+    weights = {3: model.params, 4: jax.tree.map(lambda x: x * 1.02, model.params)}
     with pool_of(model, "talk") as environments:
-        episodes = drawn(model, environments, ROWS)
-        other = jax.tree.map(lambda x: x * 1.02, model.params)
-        (late,) = drawn(model, environments, ROWS[:1], swap=other)
-    for y, row in zip(episodes, ROWS, strict=True):
-        assert_log_probs(model, y, scored(model, model.params, y))
+        episodes = drawn(model, environments, rows[:3])
+        episodes += drawn(model, environments, rows[3:], swap=weights[4])
+    bound = logprob_bound(model.config, 1 + LIMIT, START_MODEL_LOGIT)
+    for y, row in zip(episodes, rows, strict=True):
+        texts, of = [y.tokens[path] for path in y.paths], y.is_sampled
+        scores = {
+            version: np.concatenate([scored_tokens(model.config, x, START, t) for t in texts])
+            for version, x in weights.items()
+        }
+        # Turns after a change of the weights have the version and the log-probs of the new ones.
+        is_first = np.cumsum(np.diff(of.astype(int), prepend=0) == 1) <= 1
+        newest = 4 if row["kind"] == "late" else 3
+        wanted = np.where(is_first, scores[3], scores[newest])
+        np.testing.assert_allclose(y.token_logprobs, np.where(of, wanted, 0), rtol=0, atol=bound)
+        assert np.abs(scores[3] - scores[4])[of].max() > 1e-3
+        assert (y.version_min, y.version_max) == (3, newest)
+        assert y.verdict == Score(of.sum() / 10, None)  # no token was lost or counted twice
         # A request that continues no turn begins a path of its episode.
         starts = ["7+5-3=", "1+1="][: 1 + (row["kind"] == "fork")]
-        texts = [model.tokenizer.decode(y.tokens[path]) for path in y.paths]
-        assert all(map(str.startswith, texts, starts)) and len(texts) == len(starts)
-        assert (np.diff(y.is_sampled.astype(int)) == 1).sum() == 3 * len(starts)  # turns
-    # Turns after a change of the weights have the log-probs and the version of the new ones.
-    assert (late.version_min, late.version_max) == (3, 4)
-    before, after = (scored(model, each, late) for each in (model.params, other))
-    num_first = np.argmax(~late.is_sampled[np.argmax(late.is_sampled) :])
-    assert_log_probs(model, late, np.concatenate([before[:num_first], after[num_first:]]))
-    assert np.abs(before - after).max() > 1e-3
+        assert all(map(str.startswith, map(model.tokenizer.decode, texts), starts))
+        assert len(texts) == len(starts)
+        assert (np.diff(of.astype(int)) == 1).sum() == 3 * len(starts)  # turns
 
 
 USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
 OTHER, NEXT = {"role": "assistant", "content": "d"}, {"role": "user", "content": "c"}
 
 
-@pytest.mark.parametrize(
-    ("messages", "expected"),
-    [
-        ([USER, ANSWER, NEXT], True),
-        ([NEXT, ANSWER, NEXT], False),  # another history: a renderer would not notice
-        ([USER, OTHER, NEXT], False),
-        ([USER, ANSWER, NEXT, ANSWER, NEXT], False),  # an answer that was not sampled here
-        ([USER, NEXT], False),
-    ],
-)
-def test_a_chat_continues_an_earlier_request_and_its_answer_only(messages, expected):
-    assert continues(messages, [USER, ANSWER]) is expected
+def test_a_chat_continues_an_earlier_request_and_its_answer_only():
+    assert continues([USER, ANSWER, NEXT], [USER, ANSWER])
+    for messages in (
+        [NEXT, ANSWER, NEXT],  # another history: a renderer would not notice
+        [USER, OTHER, NEXT],
+        [USER, ANSWER, NEXT, ANSWER, NEXT],  # an answer that was not sampled here
+        [USER, NEXT],
+    ):
+        assert not continues(messages, [USER, ANSWER])
 
 
-# The template keeps the thinking of a turn up to the next message of the user.
-@pytest.mark.parametrize(("role", "is_continued"), [("user", False), ("tool", True)])
-def test_a_template_that_drops_thinking_continues_no_turn_that_it_would_change(
-    role, is_continued, tmp_path
-):
+def test_a_template_that_drops_thinking_continues_no_turn_that_it_would_change(tmp_path):
     """Environments then fork: test_environment_pool."""
     qwen_like_tokenizer(tmp_path)
     shutil.copy(QWEN3, tmp_path / "chat_template.jinja")
@@ -114,14 +98,13 @@ def test_a_template_that_drops_thinking_continues_no_turn_that_it_would_change(
     chat_format, user = ChatFormat(tokenizer), {"role": "user", "content": "7+5"}
     prompt = chat_format.prompt(Chat([user]))
     turn = tokenizer.encode("<think>\nhm\n</think>\n\n12<|im_end|>", add_bos=False)
-    answer = {"role": "assistant", "content": tokenizer.decode(turn)}
-    chat = Chat([user, answer, {"role": role, "content": "1+1"}])
-    found = chat_format.bridge(prompt, turn, chat)
-    assert (found is not None) is is_continued
-    if found is not None:
-        before = np.concatenate([prompt, turn])
-        np.testing.assert_array_equal(found[: len(before)], before)
-        assert "<tool_response>\n1+1\n</tool_response>" in tokenizer.decode(found)
+    chat = [user, {"role": "assistant", "content": tokenizer.decode(turn)}]
+    # The template keeps the thinking of a turn up to the next message of the user.
+    assert chat_format.bridge(prompt, turn, Chat([*chat, user])) is None
+    found = chat_format.bridge(prompt, turn, Chat([*chat, {"role": "tool", "content": "1+1"}]))
+    before = np.concatenate([prompt, turn])
+    np.testing.assert_array_equal(found[: len(before)], before)
+    assert "<tool_response>\n1+1\n</tool_response>" in tokenizer.decode(found)
 
 
 # The first four have a worker each; the others share workers with an episode that fails.
@@ -150,7 +133,7 @@ def test_each_failure_is_a_rejection_by_its_name_and_costs_no_other_episode(mode
         assert {kind: found[kind].verdict.reason for kind in ENDS} == ENDS
         y = found["turns"]
         assert (y.finish, y.verdict.reward, y.is_sampled.sum()) == ("turns", 1.0, 3)
-        assert refused(file.read_text(), "7+5-3=") == "episode_ended"  # after its deadline
+        assert complete(file.read_text(), "7+5-3=") == "episode_ended"  # after its deadline
     lines = capfd.readouterr().err
     assert all(f"rejected as {name}" in lines for name in filter(None, ENDS.values()))
 
@@ -174,7 +157,6 @@ def test_a_client_that_disconnects_ends_its_episode_by_a_name(model):
         request, waiting = (run(agent.request("completions", body)) for _ in range(2))
         while agent._open is None:
             time.sleep(0.01)
-        assert not ended.done()
         request.cancel()
         assert ended.result().verdict.reason == "environment_disconnect"
         with pytest.raises(ApiError, match="this episode has") as error:

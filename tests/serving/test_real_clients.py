@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Real clients, each in the venv of an interpreter that a variable of the environment names.
 
-TBA_JAX_OPENAI=venv2/bin/python:venv3/bin/python python -m pytest -m slow tests/serving
-
-TBA_JAX_TRL, TBA_JAX_VERIFIERS and TBA_JAX_OPENENV name one interpreter each (docs/guide/serve.md).
+The variables are TBA_JAX_TRL, TBA_JAX_VERIFIERS and TBA_JAX_OPENENV (docs/guide/serve.md).
 """
 
 import json
@@ -15,17 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fake_models import START_MODEL_LOGIT, logprob_bound, scored_tokens
-from qwen_tokenizer import qwen_like_tokenizer
-from served_model import TEMPLATE, ServedModel, folder_with_template
+from served_model import TEMPLATE, folder_with_template
 
 from tba_jax.environments import verifiers_bridge
-from tba_jax.serving.chat import Chat, RendererFormat
-from tba_jax.serving.protocol import Served
-from tba_jax.serving.server import RequestQueue
-from tests.environments.fake_sessions import Scripted
 from tests.integration import commands
 
-PYTHONS = [path for path in os.environ.get("TBA_JAX_OPENAI", "").split(":") if path]
 SCRIPT = Path(__file__).with_name("real_clients.py")
 pytestmark = pytest.mark.slow
 
@@ -44,12 +36,6 @@ def python_of(name):
     if not python:
         pytest.skip(f"TBA_JAX_{name.upper()} names no interpreter")
     return python
-
-
-@pytest.mark.parametrize("python", PYTHONS)
-def test_a_client_gets_text_tokens_streams_stops_and_errors(python, model):
-    with model.listening("secret") as guarded:
-        client(python, "openai", f"{guarded.url}/v1")
 
 
 @pytest.mark.parametrize(("name", "num", "path"), [("trl", 8, ""), ("openenv", 2, "/v1")])
@@ -76,22 +62,14 @@ def test_a_taskset_of_verifiers_is_the_data_and_the_environment_of_a_run(tmp_pat
     data.write_text(client(sys.executable, "real_clients", script=verifiers_bridge.__file__))
     # The prompts of chats begin with the token of the beginning.
     folder = folder_with_template(tmp_path / "model", "{{ bos_token }}" + TEMPLATE)
-    small = ("samples_per_prompt=2", "num_slots=2", "max_new_tokens=60")
+    task = f"task.name=custom task.data_path={data} task.chat=True task.num_eval_prompts=1 "
+    task += f"task.environment=verifiers:real_clients model.path={folder} eval.period=0 "
+    size = "num_steps=1 batch.num_prompts=1 objective.group_size=2 reward.timeout_s=300 "
+    size += "search.samples_per_prompt=2 search.num_slots=2 search.max_new_tokens=60"
     done = commands.run(
         workdir,
         *commands.SYNC,
-        "task.name=custom",
-        f"task.data_path={data}",
-        "task.chat=True",
-        "task.environment=verifiers:real_clients",
-        f"model.path={folder}",
-        "task.num_eval_prompts=1",
-        "eval.period=0",
-        "num_steps=1",
-        "batch.num_prompts=1",
-        "objective.group_size=2",
-        "reward.timeout_s=300",
-        *(f"search.{each}" for each in small),
+        *(task + size).split(),
         cache=tmp_path / "cache",
         timeout=800,
     )
@@ -102,22 +80,3 @@ def test_a_taskset_of_verifiers_is_the_data_and_the_environment_of_a_run(tmp_pat
     assert record["search/episode_paths"] == 2 and record["search/reward_mean"] == 2.5
     # Forked episodes: as of agents whose paths are scored (test_agents).
     assert record["train/sampler_gap"] < 1e-4
-
-
-@pytest.mark.parametrize("python", PYTHONS)
-def test_a_client_calls_tools(python, tmp_path):
-    pytest.importorskip("renderers")
-    call = '<tool_call>\n{"name": "add", "arguments": {"a": 3}}\n</tool_call><|im_end|>'
-    tokenizer, model = qwen_like_tokenizer(tmp_path), ServedModel()
-    chat, session = RendererFormat(tokenizer, "qwen3"), Scripted(tokenizer, [call] * 3)
-    model.queue = RequestQueue(Served("start", tokenizer, chat, tokenizer.eos_ids, 4096))
-    model.entries = [(model.queue, session)]
-    with model.running(), model.listening("secret") as guarded:
-        client(python, "tools", f"{guarded.url}/v1")
-    first, second, _ = session.contexts
-    # The sampled call is in the second prompt as it was sampled.
-    sampled = tokenizer.encode(call, add_bos=False)
-    ids = [*first.tolist(), *sampled.tolist()]
-    messages = [{"role": "assistant", "content": ""}, {"role": "tool", "content": "10"}]
-    bridged = chat.bridge(first, sampled, Chat(messages))
-    assert bridged[: len(ids)].tolist() == ids and len(second) > len(ids)

@@ -1,45 +1,42 @@
 # SPDX-License-Identifier: Apache-2.0
 """The HTTP routes over a real decode session: exact tokens, streams, refusals, lost clients."""
 
-import concurrent.futures
 import json
 import socket
 import time
 
 import jax
 import numpy as np
+import openai
 import pytest
 from fake_models import START_MODEL_LOGIT, logprob_bound
+from qwen_tokenizer import qwen_like_tokenizer
 from served_model import NUM_SLOTS, PROMPT
 
 from tba_jax.decoding.requests import SamplingSettings
-from tba_jax.serving.protocol import Update, parse
+from tba_jax.serving.chat import ChatFormat
+from tba_jax.serving.protocol import ApiError, Update, parse
 
 GENERATE, TEXT, CHAT = "/inference/v1/generate", "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "7+5-3"}]
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
 
 
-def text_of(choice):
-    return choice["text"] if "text" in choice else choice["message"]["content"]
+def client_of(model):
+    return openai.OpenAI(base_url=f"{model.url}/v1", api_key="secret", max_retries=0)
 
 
 @pytest.mark.parametrize(
-    ("path", "prompt", "seed"),
-    [
-        (GENERATE, {"token_ids": PROMPT}, 0),
-        (TEXT, {"prompt": PROMPT}, 2**32 - 1),
-        (CHAT, {"messages": MESSAGES}, 2**32 - 1),
-    ],
+    ("path", "prompt"),
+    [(GENERATE, {"token_ids": PROMPT}), (TEXT, {"prompt": PROMPT}), (CHAT, {"messages": MESSAGES})],
 )
-def test_tokens_and_log_probs_are_those_of_the_engine(model, path, prompt, seed):
-    given = {"max_tokens": 9, "top_p": 0.9, "seed": seed, "logprobs": True, "n": 2}
+def test_tokens_and_log_probs_are_those_of_the_engine(model, path, prompt):
+    given = {"max_tokens": 9, "top_p": 0.9, "seed": 2**32 - 1, "logprobs": True, "n": 2}
     given |= {"return_token_ids": True}
     found = model.ask(path, prompt | ({"sampling_params": given} if path == GENERATE else given))[1]
-    start = PROMPT[path == CHAT :]  # the template has no first token
+    start = np.array(PROMPT[path == CHAT :], np.int32)  # the template has no first token
     own = {"settings": SamplingSettings(9, top_p=0.9), "num_slots": NUM_SLOTS, "num_samples": 2}
-    own |= {"key": jax.random.key(seed)}
-    wanted = model.decoder.decode(model.params, [np.array(start, np.int32)], **own)[0]
+    (wanted,) = model.decoder.decode(model.params, [start], key=jax.random.key(2**32 - 1), **own)
     # Another number of slots is another program.
     bound = logprob_bound(model.config, len(PROMPT) + 9, START_MODEL_LOGIT)
     for choice, y in zip(found["choices"], wanted, strict=True):
@@ -52,64 +49,112 @@ def test_tokens_and_log_probs_are_those_of_the_engine(model, path, prompt, seed)
             names = [each["token"] for each in logprobs["content"]]
             assert names == [f"token_id:{token}" for token in tokens]
         else:
-            assert text_of(choice) == model.tokenizer.decode(tokens)
+            text = choice["text"] if path == TEXT else choice["message"]["content"]
+            assert text == model.tokenizer.decode(tokens)
     assert found["usage"]["completion_tokens"] == sum(len(y.tokens) for y in wanted)
 
 
 @pytest.mark.parametrize(
-    ("path", "body"),
-    [(TEXT, {"prompt": "7+5-3="}), (CHAT, {"messages": MESSAGES, "stop": ["7", "1"], "seed": 5})],
+    "body", [{"prompt": "7+5-3="}, {"messages": MESSAGES, "stop": ["7", "1"], "logprobs": True}]
 )
-def test_a_stream_has_the_same_tokens_and_text(model, path, body):
-    body = {"max_tokens": 40, "seed": 1, "n": 2, "return_token_ids": True, "logprobs": True} | body
-    _, whole = model.ask(path, body)
-    _, text = model.ask(path, {**body, "stream": True, "stream_options": {"include_usage": True}})
-    *events, end = [line.removeprefix("data: ") for line in text.split("\n\n") if line]
-    *chunks, last = map(json.loads, events)
-    assert (end, last["usage"], last["choices"]) == ("[DONE]", whole["usage"], [])
-    for choice in whole["choices"]:
-        own = [c for chunk in chunks for c in chunk["choices"] if c["index"] == choice["index"]]
-        assert sum((c["token_ids"] for c in own), []) == choice["token_ids"]
-        parts = [c["text"] if path == TEXT else c["delta"]["content"] for c in own]
-        wanted = text_of(choice)
-        assert "".join(parts) == wanted
-        assert own[-1]["finish_reason"] == choice["finish_reason"]
-        assert not any(stop in wanted for stop in body.get("stop", ()))
+def test_a_stream_to_the_client_of_openai_has_the_tokens_and_text_of_a_response(model, body):
+    is_chat = "messages" in body
+    body = {"model": "start", "max_tokens": 40, "n": 2, "seed": 5} | body
+    with model.listening("secret") as guarded, client_of(guarded) as client:
+        create = client.chat.completions.create if is_chat else client.completions.create
+        whole = create(**body, extra_body={"return_token_ids": True})
+        options = {"stream": True, "stream_options": {"include_usage": True}}
+        *chunks, last = create(**body, **options, extra_body={"return_token_ids": True})
+    assert (last.usage, last.choices) == (whole.usage, [])
+    for choice in whole.choices:
+        own = [c for chunk in chunks for c in chunk.choices if c.index == choice.index]
+        assert sum((c.token_ids for c in own), []) == choice.token_ids
+        text = choice.message.content if is_chat else choice.text
+        assert "".join(c.delta.content if is_chat else c.text for c in own) == text
+        assert own[-1].finish_reason == choice.finish_reason
+        assert not any(stop in text for stop in body.get("stop", ()))
+        assert not is_chat or len(choice.logprobs.content) == len(choice.token_ids)
 
 
-def test_a_stream_holds_back_what_may_begin_a_stop_string(model):
+class Adds(ChatFormat):
+    """A format whose responses call a tool; real ones: test_chat_tools."""
+
+    def prompt(self, chat):
+        return np.full(1 + len(chat.tools), 5)
+
+    def read(self, tokens, text, prompt, tools):
+        call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+        return {"role": "assistant", "content": "", "tool_calls": [call]}, []
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_tool_calls_are_parts_of_the_message(model, streams):
+    served = model.served._replace(chat=Adds(model.tokenizer))
+    body = {"messages": MESSAGES, "tools": [{"type": "function"}], "stream": streams}
+    assert len(parse("chat", {**body, "tool_choice": "none"}, served, 0).prompt) == 1
+    call, update = parse("chat", body, served, 0), Update(np.ones(2, int), np.zeros(2), "stop")
+    assert len(call.prompt) == 2
+    kind = "delta" if streams else "message"
+    before = call.choice(0, update._replace(finish=""))["delta"] if streams else {}
+    assert "content" not in before  # a call may be begun
+    choice = call.choice(0, update)
+    (found,) = choice[kind]["tool_calls"]
+    assert choice["finish_reason"] == "tool_calls" and found["function"]["name"] == "add"
+    assert ("index" in found) == streams
+    assert call.choice(0, update._replace(finish="length"))["finish_reason"] == "length"
+
+
+def test_a_stream_holds_back_what_may_begin_a_stop_string_or_a_character(model, tmp_path):
     call = parse("completions", {"prompt": "1", "stop": ["7+"], "stream": True}, model.served, 0)
     update = Update(model.tokenizer.encode("1-7", add_bos=False), np.zeros(3, np.float32))
     assert call.choice(0, update)["text"] == "1-"
     assert call.choice(0, update._replace(finish="length"), update)["text"] == "7"
+    served = model.served._replace(tokenizer=qwen_like_tokenizer(tmp_path))
+    half = Update(served.tokenizer.encode("é", add_bos=False)[:1], np.zeros(1, np.float32))
+    body = {"prompt": "1", "stream": True}
+    assert parse("completions", body, served, 0).choice(0, half)["text"] == ""
+    found = parse("generate", {"token_ids": [1]}, served, 0).choice(0, half)
+    assert found["logprobs"]["content"][0]["bytes"] == [0xC3]
 
 
-def test_a_stop_string_of_one_request_does_not_end_another(model):
-    body = {"prompt": "7+5-3=", "max_tokens": 30, "seed": 1, "return_token_ids": True}
-    (free,) = model.ask(TEXT, body)[1]["choices"]
-    stop = free["text"][1]
-    with concurrent.futures.ThreadPoolExecutor(2) as pool:
-        both = pool.map(lambda more: model.ask(TEXT, body | more)[1], ({"stop": stop}, {}))
-        (stopped,), (other,) = (found["choices"] for found in both)
-    assert other == free and stopped["finish_reason"] == "stop"
-    assert stopped["text"] == free["text"].partition(stop)[0]
-    assert len(stopped["token_ids"]) < len(free["token_ids"])
+# Parameters, with the sampling settings or the text of "7+5-3=" and an end that they give.
+HONOURED = [
+    ({"temperature": 0.0, "top_k": -1}, {"temperature": 0, "top_k": 0}),
+    ({"max_completion_tokens": 3, "min_tokens": 2}, {"max_new_tokens": 3, "min_new_tokens": 2}),
+    ({"stop_token_ids": [5, 2]}, {"stop_ids": (2, 5)}),
+    ({"ignore_eos": True, "stop_token_ids": [5]}, {"stop_ids": (5,)}),
+    ({"presence_penalty": 0, "min_p": None, "user": "me"}, {"temperature": 1.0, "top_p": 1.0}),
+    ({}, "7+5-3="),
+    ({"skip_special_tokens": False}, "7+5-3=<eos>"),
+    ({"stop": "5"}, "7+"),
+    ({"stop": ["-3", "5-"], "include_stop_str_in_output": True}, "7+5-"),
+]
+OF_RUN = [{"temperature": 1.0}, {"n": 2}, {"seed": 1}, {"stop_token_ids": [5]}, {"min_tokens": 1}]
 
 
-# Body of a refused request, and the refusal, which begins with the name of the parameter.
-UNSUPPORTED, UNKNOWN = "best_of messages echo min_p".split(), "the parameter is not supported"
-CHAT_VALUES = {
-    "chat_template": "{{ messages }}",
-    "reasoning_effort": "low",
-    "truncate_prompt_tokens": 3,
-    "guided_json": {},
-    "guided_regex": "a",
-    "structured_outputs": {"choice": ["a"]},
-    "response_format": {"type": "json_object"},
-    "add_generation_prompt": False,
-    "add_special_tokens": True,
-    "tools": [{"type": "function"}],
-}
+def test_parameters_are_honoured_and_those_of_a_training_run_are_its_own(model):
+    update = Update(np.array([*PROMPT[1:], 2], np.int32), np.zeros(7, np.float32), "stop")
+    for body, wanted in HONOURED:
+        call = parse("completions", {"prompt": "1", **body}, model.served, 0)
+        if isinstance(wanted, str):
+            assert call.choice(0, update)["text"] == wanted
+        else:
+            assert vars(call.settings).items() >= wanted.items()
+    run = model.served._replace(sampling=SamplingSettings(9, temperature=0.7))
+    body = {"prompt": "1", "temperature": 0.7, "n": 1, "stop_token_ids": [2]}
+    assert parse("completions", body, run, 0).settings.temperature == 0.7
+    for body in OF_RUN:
+        with pytest.raises(ApiError, match=f"{min(body)} = .*: the training run has"):
+            parse("completions", {"prompt": "1", **body}, run, 0)
+    content = [{"type": "text", "text": text} for text in "7+"]
+    body = {"messages": [{"role": "user", "content": content}], "add_special_tokens": False}
+    body |= {"chat_template_kwargs": {"ending": 1}, "response_format": {"type": "text"}}
+    prompt = parse("chat", body, model.served, 0).prompt
+    assert model.tokenizer.decode(prompt) == "7+=1"
+
+
+UNSUPPORTED = "best_of prompt echo min_p chat_template reasoning_effort truncate_prompt_tokens "
+UNSUPPORTED += "guided_json structured_outputs response_format add_generation_prompt"
 BAD_MESSAGES = [
     "hi",
     [{"content": "a"}],
@@ -117,6 +162,8 @@ BAD_MESSAGES = [
     [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
     [{"role": "user", "tool_calls": [3]}],
 ]
+ONE = {"prompt": "1"}
+# Body of a refused request, and the refusal, which begins with the name of the parameter.
 REFUSED = [
     ("/v1/nothing", {}, 404, "there is no route POST /v1/nothing"),
     (TEXT, b"{", 400, "the body is no JSON object: Invalid JSON"),
@@ -125,45 +172,43 @@ REFUSED = [
     (TEXT, {}, 400, "prompt: wanted a text or a list of token IDs"),
     (TEXT, {"prompt": ["1", "2"]}, 400, "prompt = ['1', '2']: wanted a text or"),
     (TEXT, {"prompt": []}, 400, "the prompt is empty"),
-    (TEXT, {"prompt": "1", "max_tokens": 0}, 400, "max_tokens = 0: Input should be"),
-    (TEXT, {"prompt": "1", "max_tokens": 10**6}, 400, "maximum context length"),
-    (TEXT, {"prompt": "1", "n": 10**9}, 400, "n = 1000000000: wanted 1 to 128 samples"),
-    (TEXT, {"prompt": "1", "stop_token_ids": [*range(40)]}, 400, "wanted up to 32 token IDs"),
-    (TEXT, {"prompt": "1", "model": "gpt"}, 404, "does not exist"),
+    (TEXT, ONE | {"max_tokens": 0}, 400, "max_tokens = 0: Input should be"),
+    (TEXT, ONE | {"max_tokens": 10**6}, 400, "maximum context length"),
+    (TEXT, ONE | {"n": 10**9}, 400, "n = 1000000000: Input should be less than or equal to 128"),
+    (TEXT, ONE | {"stop_token_ids": [*range(40)]}, 400, "should have at most 32 items"),
+    (TEXT, ONE | {"logprobs": 5}, 400, "logprobs = 5: wanted 1 or true"),
+    (TEXT, ONE | {"model": "gpt"}, 404, "does not exist"),
     (GENERATE, {"token_ids": [-1]}, 400, "token_ids = [-1]: wanted a list of token IDs"),
-    *((TEXT, {"prompt": "1", x: 5}, 400, f"{x} = 5: {UNKNOWN}") for x in UNSUPPORTED),
-    *((CHAT, {"messages": MESSAGES, x: y}, 400, x) for x, y in CHAT_VALUES.items()),
+    (CHAT, {"messages": MESSAGES, "tools": [{}]}, 400, "tools: the tool format"),
+    *(
+        (CHAT, {"messages": MESSAGES, x: 5}, 400, f"{x} = 5: the parameter is not supported")
+        for x in UNSUPPORTED.split()
+    ),
     *((CHAT, {"messages": x}, 400, "wanted a list of objects with role") for x in BAD_MESSAGES),
 ]
 
 
-@pytest.mark.parametrize(("path", "body", "status", "message"), REFUSED)
-def test_a_bad_request_is_refused_in_one_line(model, path, body, status, message):
-    found, answer = model.ask(path, body)
-    assert found == status
-    assert message in answer["error"]["message"] and "\n" not in answer["error"]["message"]
+def test_a_bad_request_is_refused_in_one_line(model):
+    for path, body, status, message in REFUSED:
+        found, answer = model.ask(path, body)
+        assert (found, message in answer["error"]["message"]) == (status, True), answer
+        assert "\n" not in answer["error"]["message"]
 
 
-def test_parameters_of_a_chat_are_honoured_or_change_nothing(model):
-    content = [{"type": "text", "text": text} for text in "7+"]
-    body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
-    body |= {"return_token_ids": True, "chat_template_kwargs": {"ending": 1}, "min_p": 0}
-    body |= {"add_special_tokens": False, "response_format": {"type": "text"}, "user": "me"}
-    found = model.ask(CHAT, body)[1]["prompt_token_ids"]
-    assert model.tokenizer.decode(found) == "7+=1"
-
-
-def test_models_health_and_who_may_send(model):
-    (card,) = model.ask("/v1/models")[1]["data"]
-    assert (card["id"], card["max_model_len"]) == ("start", 256)
+def test_who_may_send(model):
     assert model.ask("/health") == (200, {"status": "ok"})
-    body, text = {"prompt": "1", "max_tokens": 1}, {"content-type": "text/plain"}
+    body, text = ONE | {"max_tokens": 1}, {"content-type": "text/plain"}
     # A web page may send text without permission, but not JSON.
     status, answer = model.ask(TEXT, body, text)
     assert status == 400 and "the content type is not JSON" in answer["error"]["message"]
-    with model.listening("secret") as guarded:
+    with model.listening("secret") as guarded, client_of(guarded) as client:
         assert guarded.ask("/v1/models")[0] == guarded.ask(TEXT, body)[0] == 401
         assert guarded.ask(TEXT, body, {"authorization": "Bearer secret", **text})[0] == 200
+        assert [card.id for card in client.models.list()] == ["start"]
+        with pytest.raises(openai.NotFoundError, match="does not exist"):
+            client.completions.create(model="other", prompt="a")
+        with pytest.raises(openai.AuthenticationError, match="no valid token"):
+            client.with_options(api_key="no").models.list()
 
 
 def test_a_client_that_vanishes_frees_its_slots_and_half_a_body_costs_nothing(model):
@@ -180,5 +225,5 @@ def test_a_client_that_vanishes_frees_its_slots_and_half_a_body_costs_nothing(mo
     for more in (b"Content-Length: 100\r\n\r\n{", b"Transfer-Encoding: chunked\r\n\r\n5\r\n{"):
         with socket.create_connection(("127.0.0.1", model.port)) as link:
             link.sendall(HEAD + more)
-    assert model.ask(TEXT, {"prompt": "1", "max_tokens": 1})[0] == 200
-    assert model.session.room == NUM_SLOTS and not model.queue._live
+    assert model.ask(TEXT, ONE | {"max_tokens": 1})[0] == 200
+    assert model.session.room == NUM_SLOTS

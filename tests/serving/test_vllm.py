@@ -14,38 +14,50 @@ from served_model import NUM_SLOTS
 from tba_jax.decoding.keys import fold_in
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.models import lora
+from tba_jax.models import model as models
+from tba_jax.models.transformer import unstack_layers
 from tba_jax.remote.http_server import bind
+from tba_jax.run.model_parts import START_MODEL
 from tba_jax.serving import vllm
 from tba_jax.serving.vllm import InferenceServer, ServerError
 
 PROMPT, SETTINGS = np.array(served_model.PROMPT, np.int32), SamplingSettings(9)
 
 
-@pytest.fixture
-def client(model, tmp_path):
-    """Makes clients of the model's server; at the end no adapter is left there or on disk."""
-    model.policy, made = lora.with_adapters(model.config, 4, 8.0, ("q", "v", "down")), []
+@pytest.fixture(params=["adapters", "all weights"])
+def client(request, model, tmp_path):
+    """Makes clients of the model's server; at the end nothing is left there or on disk."""
+    model.policy, made, folder = model.config, [], tmp_path / "versions"
+    if request.param == "adapters":
+        model.policy = lora.with_adapters(model.config, 4, 8.0, ("q", "v", "down"))
 
     def make(url="", **options):
         options = {"eos_ids": (2,), "longest": 64, "timeout_s": 60.0, **options}
-        place = f"{url or model.url}/v1", model.policy, "start", tmp_path / "adapters"
-        made.append(InferenceServer(*place, **options))
+        url = (url or model.url) + "/v1" * bool(model.policy.adapters)
+        start = models.describe(str(START_MODEL))
+        made.append(InferenceServer(url, start, model.policy, "float32", folder, **options))
         return made[-1]
 
     yield make
     model.faults, model.always = [], ""
     for server in made:
         server.close()
-    assert not list((tmp_path / "adapters").glob("*")) and not model.loaded
+    assert not list(folder.glob("*")) and not model.loaded
 
 
-def adapters_of(model, version):
-    rng, fresh = np.random.default_rng(version), lora.init_adapters(model.policy, version)
-    return jax.tree.map(lambda x: x + 0.1 * rng.normal(size=x.shape).astype(np.float32), fresh)
+def weights_of(model, version):
+    """Weights of a version as searchers receive them, and as a whole model."""
+    rng, fresh, size = np.random.default_rng(version), model.params, 0.01
+    if model.policy.adapters:
+        fresh, size = lora.init_adapters(model.policy, version), 0.1
+    drawn = jax.tree.map(lambda x: x + size * rng.normal(size=x.shape).astype(np.float32), fresh)
+    if model.policy.adapters:
+        return drawn, lora.merge(model.params, drawn, config=model.policy)
+    return unstack_layers(drawn, model.config), drawn
 
 
 def session_of(model, server):
-    return server.session(adapters_of(model, 3), num_slots=4, version=3)
+    return server.session(weights_of(model, 3)[0], num_slots=4, version=3)
 
 
 def submit(session, number, num=5, settings=SETTINGS):
@@ -54,13 +66,13 @@ def submit(session, number, num=5, settings=SETTINGS):
     return keys
 
 
-def assert_sampled(model, session, version, keys, settings=SETTINGS):
-    """The responses are those of our decoder with the merged weights, for the seeds sent."""
+def assert_sampled(model, session, version, keys):
+    """The responses are those of our decoder with these weights, for the seeds sent."""
     seeds = [(int(k[0]) << 32 | int(k[1])) >> 1 for k in keys]
     own = [fold_in(np.array([s >> 32, s & 0xFFFFFFFF], np.uint32), 0) for s in seeds]
-    params = lora.merge(model.params, adapters_of(model, version), config=model.policy)
     options = {"num_samples": len(keys), "key": np.array(own)[None], "num_slots": NUM_SLOTS}
-    (expected,) = model.decoder.decode(params, [PROMPT], settings=settings, **options)
+    _, params = weights_of(model, version)
+    (expected,) = model.decoder.decode(params, [PROMPT], settings=SETTINGS, **options)
     # Other programs run with another number of live slots.
     bound = logprob_bound(model.config, 64, START_MODEL_LOGIT)
     found = sorted(session.run(), key=lambda y: y.sample)
@@ -80,23 +92,31 @@ def test_tokens_and_log_probs_are_those_of_the_engine_with_the_weights_of_each_v
     keys = submit(session, 0)
     assert session.room == -1 and not session.is_idle
     assert_sampled(model, session, 3, keys)
+    model.calls.clear()
     for version in (4, 5):
-        session.swap(adapters_of(model, version), version)
-    # Version 3 is gone from server and disk.
-    assert [name.rsplit("-")[-1] for name in model.loaded] == ["4", "5"]
+        session.swap(weights_of(model, version)[0], version)
+    if model.policy.adapters:  # version 3 is gone from server and disk
+        assert [name.rsplit("-")[-1] for name in model.loaded] == ["4", "5"]
+    else:
+        names = ["pause", "collective_rpc", "reset_prefix_cache", "update_weight_version", "resume"]
+        assert model.calls == [f"/{name}" for name in names] * 2
     assert_sampled(model, session, 5, submit(session, 1))
     assert server.failures.take() == {}
 
 
-def test_a_request_under_way_ends_with_the_weights_that_it_began_with(model, client):
-    settings, session = SamplingSettings(60, stop_ids=()), session_of(model, client())
-    model.is_paused = True
-    keys = submit(session, 2, 4, settings)
-    while sum(len(queue._live) for queue, _ in model.entries) < 4:
-        time.sleep(0.01)
-    session.swap(adapters_of(model, 4), 4)
-    model.is_paused = False
-    assert_sampled(model, session, 3, keys, settings)
+def test_each_token_has_the_version_that_the_server_names(model, client, monkeypatch):
+    server = client()
+    session_of(model, server).swap(weights_of(model, 4)[0], 4)
+    old, new = server._versions
+    spans = [{"version": old, "start": 0, "end": 1}, {"version": new, "start": 1, "end": 3}]
+    choice = {"token_ids": [5, 6, 7], "finish_reason": "length", "weight_versions": spans}
+    choice["logprobs"] = {"content": [{"logprob": -1.0}] * 3}
+    answer = {"model": old, "choices": [choice]}  # to a request that was under way
+    with monkeypatch.context() as patch:
+        patch.setattr(server, "_send", lambda path, body: answer)
+        y = server.sample(PROMPT, np.zeros(2, np.uint32), SamplingSettings(3))
+    assert y.token_versions.tolist() == ([3] * 3 if model.policy.adapters else [3, 4, 4])
+    assert (y.version_min, y.version_max) == (3, 3 if model.policy.adapters else 4)
 
 
 # Faults of a server one after another, and the names by which the client counts them.
@@ -104,7 +124,7 @@ FAULTS = [
     ([429], {"down"}),
     (["late"], {"down"}),
     ([500] * 5 + ["forgotten"], {"down", "no_model"}),  # attempts are counted by name
-    *(([fault], {"nonsense"}) for fault in served_model.CHANGES),
+    *(([fault], {"nonsense"}) for fault in ("no token ids", "no log-probs", "early end")),
 ]
 
 
@@ -151,12 +171,13 @@ def test_a_server_that_is_restarted_loses_no_request(model, client, capfd):
 @pytest.mark.parametrize(
     ("fault", "options", "message"),
     [
-        ("", {"url": "http://127.0.0.1:9"}, "not reachable .*server_down.*--enable-lora"),
+        ("", {"url": "http://127.0.0.1:9"}, "not reachable .*server_down.*--enable-scale-out"),
         ("", {"longest": 257}, "max_model_len = 256, and prompt and response may have 257"),
         ("no token ids", {}, "has no token_ids"),
-        ("no adapters", {}, "HTTP 500 from /load_lora_adapter"),
-        ("no effect", {}, "an adapter changes no log-prob"),
-        (401, {}, "HTTP 401 from /completions"),
+        ("no loading", {}, "HTTP 500 from /(v1/load_lora_adapter|collective_rpc)"),
+        ("no effect", {}, "differ from ours by .* wanted at most .* The server ignores weights"),
+        ("shifted", {}, "differ from ours by 0.05 a token; wanted at most 0.001"),
+        (401, {}, "HTTP 401 from /inference/v1/generate"),
     ],
 )
 def test_a_server_that_cannot_be_used_is_refused_before_training(

@@ -284,7 +284,7 @@ def save(
     Args:
         folder: created if missing. A folder without weights; readers find none before all are
             written.
-        params: parameters in our layout, on any devices; gathered one matrix of a layer at a time.
+        params: in our layout, on any devices, gathered by matrix; or host arrays, lists in layers.
         hf_config: contents for config.json, from a source model; `dtype` replaces its dtype.
         tokenizer_files_from: model folder whose tokenizer files are copied.
         dtype: dtype of the written tensors, except `config.float32_leaves`; None: that of params.
@@ -301,7 +301,7 @@ def save(
         """Return a leaf, or its row of a layer, gathered from all devices."""
         array = params["layers"][leaf] if layer >= 0 else params[leaf]
         if layer >= 0:
-            is_host = isinstance(array, np.ndarray)
+            is_host = isinstance(array, np.ndarray | list)
             array = array[layer] if is_host else _row(array, np.int32(layer))
         if isinstance(array, Array) and not array.is_fully_addressable:
             array = multihost_utils.process_allgather(array, tiled=True)
