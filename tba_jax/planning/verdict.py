@@ -190,7 +190,7 @@ class Plan(NamedTuple):
             if o.over_bytes:
                 group = "trainer" if "trainer" in (o.group, o.largest) else "searcher"
                 lines.append(
-                    f"{o.over_bytes / GIB:.2g} GiB are missing on each {o.group} device: "
+                    f"{o.over_bytes / GIB:.3g} GiB are missing on each device ({o.group}): "
                     f"{_remedies(self.facts, group)}"
                 )
         return lines

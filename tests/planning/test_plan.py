@@ -89,7 +89,7 @@ def test_memory_is_residents_and_the_hungriest_program():
 
 def test_advice_names_what_is_missing_and_the_settings_that_free_memory():
     (line,) = Plan(FACTS, programs(temporaries=30.0)).advice()
-    assert line.startswith("20 GiB are missing on each trainer device: set a smaller ")
+    assert line.startswith("20 GiB are missing on each device (trainer): set a smaller ")
     for flag in ("name=adafactor", "lora.rank=16", "param_dtype=bfloat16"):
         assert flag in line
     searcher = FACTS.searcher._replace(residents={"weights in use": 20 * GIB})
