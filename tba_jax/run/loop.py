@@ -327,11 +327,13 @@ class Loop:
                 return reports
             why = f"{merged:,} groups were merged since the last step"
         counts = {name: n for name, n in run.buffer.ledger().items() if n}
+        if rejected := counts.get("rejected"):
+            why += f", and most rejections are {max(rejected, key=rejected.get)}"
         raise RunError(
             f"no batch of {config.batch.num_prompts} prompts can be drawn from the replay buffer: "
             f"{why}. It holds {run.buffer.num_trajectories} rows ({run.buffer.num_bytes:,} of "
-            f"{config.replay.max_bytes:,} bytes); responses so far: {counts}. Look at "
-            "replay.max_bytes, batch.num_prompts and the rejections"
+            f"{config.replay.max_bytes:,} bytes); responses so far: {counts}. Look at the "
+            "rejections, replay.max_bytes and batch.num_prompts"
         )
 
     def stepped(self) -> dict[str, Any]:
