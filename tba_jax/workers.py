@@ -226,7 +226,8 @@ class Job:
             WorkerFailed: there is no answer.
         """
         worker = self._worker = self._worker or self._pool.take(self._number)
-        await asyncio.wait([worker.started])
+        if not worker.started.done():
+            await asyncio.wait([worker.started])
         answer = worker.answers[self._number] = asyncio.Future()
         worker.send(self._number, message)
         self.restart_deadline()
@@ -260,7 +261,7 @@ class WorkerPool:
     Attributes:
         kind: name of the pool, for log files.
         make: importable function (*arguments) -> handler, called once in each worker.
-        num_workers: maximum number of workers. If all have a job, `call` waits, and other jobs take
+        num_workers: maximum number of workers. If all have a job, `ask` waits, and other jobs take
             the worker with the fewest jobs.
         logs: folder of the log files; None: the output is that of this process.
     """
@@ -292,10 +293,6 @@ class WorkerPool:
         for future in wait(list(self._open), 1.0).not_done:
             future.cancel()
 
-    def call(self, *question: Any) -> "Future[Any]":
-        """Return the answer of `ask`, on the loop of all pools."""
-        return self.run(self.ask(*question))
-
     # Methods for the pools' loop.
 
     def open(self) -> Job:
@@ -320,6 +317,8 @@ class WorkerPool:
         """Give a job the worker with the fewest; a new one, if all have jobs and more may run."""
         if self._is_closed:
             raise WorkerFailed("closed", f"the {self.kind} workers were closed")
+        for worker in [w for w in self.workers if w.process.poll() is not None]:
+            worker.end("crash", "its process ended")
         worker = min(self.workers, key=lambda w: len(w.jobs), default=None)
         if worker is None or (worker.jobs and len(self.workers) < self.num_workers):
             worker = _Worker(self)

@@ -171,7 +171,7 @@ LIMITS = {
     "environments": 1275,
     "serving": 1235,
     "rewards": 1444,
-    "workers.py": 341,
+    "workers.py": 340,
 }
 
 

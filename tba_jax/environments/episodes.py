@@ -78,7 +78,8 @@ class EnvironmentPool:
         if self._is_checked:
             return
         try:
-            answer = self.workers.call(("describe", {}), self.timeout_s, "its creation").result()
+            asked = self.workers.ask(("describe", {}), self.timeout_s, "its creation")
+            answer = self.workers.run(asked).result()
         except WorkerFailed as error:
             answer = {"reason": f"{error}; its output is in {self.logs or 'standard error'}"}
         if "reason" in answer:
@@ -101,7 +102,6 @@ class EnvironmentPool:
 
         The result of the future is `WorkerFailed` after `close`.
         """
-
         episode = (Agent if self.is_agent else Environment)(self, attempt, sample)
         return self.workers.run(episode.run())
 
