@@ -276,7 +276,8 @@ class Environment:
         y = await asyncio.wrap_future(turn.response)
         self._sampling_s += time.monotonic() - begun_s
         sampled = _table(y.tokens, y.token_logprobs, True)
-        path.tokens, path.prompt = np.concatenate([path.tokens, observed, sampled]), prompt
+        tokens = np.concatenate([path.tokens, observed, sampled])
+        path.tokens, path.prompt, path.messages = tokens, prompt, ()  # the caller knows a chat
         if path not in self.paths:
             self.paths.append(path)
         self._turns.append(y)

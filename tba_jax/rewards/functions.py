@@ -131,17 +131,18 @@ def _score(value: Any) -> Score:
 
 
 def as_number(value: Any) -> float | None:
-    """Return a user's number, boolean, numpy scalar or None as a float; others are TypeErrors."""
+    """Return a user's number (inf: too large), bool, numpy scalar or None; else raise TypeError."""
     number = value.item() if hasattr(value, "item") else value  # an array's element
     if number is not None and not isinstance(number, numbers.Real):
         raise TypeError(f"{value!r:.80}, a {type(value).__name__}")
-    return None if number is None else float(number)
+    return None if number is None else float("inf" if abs(number) > 1e308 else number)
 
 
 def _report(error: BaseException) -> str:
     """Return the traceback of the user's frames, shortened."""
     report = traceback.TracebackException.from_exception(error)
-    users = [f for f in report.stack if f.filename != __file__ and "importlib" not in f.filename]
+    ours = __file__, import_file.__code__.co_filename
+    users = [f for f in report.stack if f.filename not in ours and "importlib" not in f.filename]
     report.stack = traceback.StackSummary.from_list(users)
     text, half = "".join(report.format()).rstrip(), _MOST_TEXT // 2
     return text if len(text) <= _MOST_TEXT else f"{text[:half]}\n... (cut) ...\n{text[-half:]}"
@@ -159,8 +160,7 @@ class RewardPool(RewardSource):
     Attributes:
         function: its name. A module may lie in the working directory.
         timeout_s: seconds that a call may take.
-        row: prompt text and columns for a trial, with the row's answer as the completion, which
-            `check` awaits; None: no trial.
+        row: prompt text and columns for a trial with the answer, see `check`; None: no trial.
         num_workers: maximum number of processes; 0: the function is called in this process.
         logs: folder of the log files; None: the processes write to the output of this process.
     """
@@ -233,7 +233,7 @@ class RewardPool(RewardSource):
         chosen = {name: [each[name] for each in group] for name in group[0]}
         try:
             if self._here:
-                loop = loop_of(f"reward {id(GIVEN.get(self.function))}")  # it may hang
+                loop = loop_of(f"{self.function} {id(GIVEN.get(self.function))}")  # it may hang
                 answer: Any = await asyncio.wrap_future(self._workers.run(self._here(chosen), loop))
             else:
                 answer = await self._workers.ask(chosen, timeout_s, "a call")

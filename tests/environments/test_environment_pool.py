@@ -1,20 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Environments in processes: what they say, and every way in which they fail."""
 
+import asyncio
 import contextlib
 import json
 import os
 import queue
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from fake_sessions import Scripted, all_played, played, row
+from fake_sessions import LONG, Scripted, all_played, played, row
 
 from tba_jax.environments import adapters
+from tba_jax.environments.episode import Attempt, Environment
 from tba_jax.environments.episodes import EnvironmentPool
 from tba_jax.rewards.scores import Score
+from tba_jax.serving import chat as chats
 from tba_jax.serving.protocol import Served
 
 FILE = Path(__file__).with_name("environments_for_tests.py")
@@ -100,6 +104,31 @@ def test_a_chat_whose_template_drops_a_turn_begins_another_path(games):
     # The dropped letter is in the prompt of no turn, and what was sampled before is given text.
     said = str(CHAT["prompt"])
     assert texts == [f"a{said}:ab", f"a{said}:a{said}:end"] and verdict.reward == 3.0
+
+
+def test_a_chat_does_not_continue_a_turn_without_messages_that_followed_its_own(monkeypatch):
+    # As in the library renderers, a bridge adds new messages and does not look at earlier ones.
+    def bridge(self, prompt, completion, chat):
+        return np.concatenate([prompt, completion, Letters().encode(chat.messages[-1]["content"])])
+
+    async def play():
+        session = Scripted(Letters(), ["a", "b", "c"])
+        attempt = Attempt(0, 0, row(Letters(), "p"), np.zeros(2, np.uint32), LONG)
+        pool = SimpleNamespace(served=SimpleNamespace(chat=Chat()), max_turns=9)
+
+        def ask(turn):
+            turn.response.set_result(session.response(session.submit(turn.prompt, turn.key, LONG)))
+
+        episode = Environment(pool, attempt, ask)
+        said = [{"role": "user", "content": "p"}, {"role": "assistant", "content": "a"}]
+        path, _ = await episode.turn(chats.Chat(said[:1]), None)
+        path.messages = said
+        assert (await episode.turn(chats.Chat(()), Letters().encode("pa?")))[0] is path
+        await episode.turn(chats.Chat([*said, {"role": "user", "content": "!"}]), None)
+        return [Letters().decode(context) for context in session.contexts]
+
+    monkeypatch.setattr(Chat, "bridge", bridge)
+    assert asyncio.run(play()) == ["p", "pa?", "pa!"]
 
 
 def test_processes_draw_different_numbers():

@@ -58,7 +58,7 @@ def never(completions, **kwargs):
     return [None] * len(completions)
 
 def fractions(completions, **kwargs):
-    return [Fraction(1, 2), np.float16(0.5), True, np.array(3)][: len(completions)]
+    return [Fraction(1, 2), np.float16(0.5), True, 10**400][: len(completions)]
 
 async def coroutine(completions, **kwargs):
     await asyncio.sleep(0)
@@ -112,15 +112,16 @@ def called(path, name, completions, prompts=None, **keywords):
         ("only_ids", [1.0, 2.0, 3.0]),
         ("no_prompts", [1.0, 0.0, 0.0]),
         ("optional", [1.0, 1.0, 1.0]),
-        ("fractions", [0.5, 0.5, 1.0]),
+        ("fractions", [0.5, 0.5, 1.0, None]),
         ("coroutine", [2.0, 2.0, 2.0]),
         ("Reward", [1.5, 1.5, 1.5]),
         ("never", [None, None, None]),
     ],
 )
 def test_a_function_gets_the_keywords_it_takes(path, name, expected):
-    columns = {"target": ["a"] * 3, "level": [1, 2, 3], "completion_ids": [[1], [2], [3]]}
-    found = called(path, name, ["a", "bb", "ccc"], **columns)
+    columns = {"target": ["a"] * 4, "level": [1, 2, 3, 4], "completion_ids": [[1], [2], [3], [4]]}
+    texts, n = ["a", "bb", "ccc", "dddd"], len(expected)
+    found = called(path, name, texts[:n], **{k: column[:n] for k, column in columns.items()})
     assert [score.reward for score in found] == expected
 
 
