@@ -133,7 +133,7 @@ def _score(value: Any) -> Score:
 def as_number(value: Any) -> float | None:
     """Return a user's number (inf: too large), bool, numpy scalar or None; else raise TypeError."""
     number = value.item() if hasattr(value, "item") else value  # an array's element
-    if number is not None and not isinstance(number, numbers.Real):
+    if number is not None and not issubclass(type(number), numbers.Real):
         raise TypeError(f"{value!r:.80}, a {type(value).__name__}")
     return None if number is None else float("inf" if abs(number) > 1e308 else number)
 
