@@ -29,6 +29,20 @@ def test_the_page_learns():
     assert sum(means[-3:]) / 3 > means[0] + 0.15
 
 
+def test_the_page_runs_on_rows_and_a_reward_of_the_user(tmp_path):
+    rows = [{"prompt": f"{x}+1=", "wanted": str(x + 1)} for x in range(3)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "mine.py").write_text(
+        "def score(prompts, completions, wanted):\n"
+        "    assert len(prompts) == len(wanted) and prompts[-1] == '0+1='\n"  # 16 of three rows
+        "    return [2.0 for _ in completions]\n"
+    )
+    given = [f"--data={tmp_path}/rows.jsonl", f"--reward={tmp_path}/mine.py:score", "--steps=2"]
+    command = [sys.executable, str(ROOT / "docs" / "one_page.py"), *given]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.stdout == "step   0  reward 2.000\n", done.stderr
+
+
 # test_api.py calls the same functions.
 @pytest.mark.slow
 def test_the_cells_of_the_notebook_run_in_order(tmp_path):
