@@ -165,7 +165,7 @@ LIMITS = {
     "config": 1062,
     "presets": 475,
     "remote": 1050,
-    "run": 3043,
+    "run": 3044,
     "planning": 2300,
     "tasks": 1312,
     "environments": 1276,

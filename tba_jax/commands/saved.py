@@ -38,9 +38,7 @@ def load_run_config(workdir: str | os.PathLike[str]) -> Config:
         UserError: the folder has no run, or a run of another version.
     """
     saved = saved_config(run_folder(workdir, "--workdir"))
-    known = defaults(str(saved.get("objective.name")))
-    lost = sorted(saved.keys() - known.keys())
-    if lost:
+    if lost := sorted(saved.keys() - defaults(str(saved.get("objective.name"))).keys()):
         raise UserError(
             f"{workdir} was written by another version of tba_jax: this version does not know "
             f"{', '.join(lost)}. Use the version that config.json names"

@@ -7,6 +7,7 @@ The command resumes a run that the work directory has already. With --coordinato
 command runs on every host, under jax.distributed.
 """
 
+import contextlib
 import gc
 import importlib
 import json
@@ -127,6 +128,9 @@ def preflight(config: Config) -> None:
     tokenizer = model.load_tokenizer()
     text_of(task, tokenizer, "train", 0)
     try_functions(config, task)
+    if environments := task_parts.make_environments(config, tokenizer):
+        with contextlib.closing(environments):
+            task_parts.check_environments(config, task, environments)
     if server := task_parts.make_server(config, model, tokenizer, Path()):
         server.check(loads=False)
     if config.placement != "hosts":  # the devices of other hosts are not known here

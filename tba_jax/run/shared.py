@@ -140,7 +140,8 @@ def open_shared(
     task = config.task.open()
     # Read the data before the model, which may take minutes to load: unreadable data ends the run.
     sets = f" of {', '.join(task.data_sets)}" if isinstance(task, Mixture) else ""
-    note(f"{task.name}: {task.size('train'):,} prompts{sets}, {task.size('eval'):,} held out")
+    sizes = f"{task.size('train'):,} prompts{sets}, {task.size('eval'):,} held out"
+    note(f"{task.name}: {sizes}; model {config.model.path or 'embedded:start_model'}")
     model = model_parts.describe_model(config)
     policy, tokenizer = model_parts.policy_config(config, model.config), model.load_tokenizer()
     rewards, logs = Rewards(), folder / "logs"
