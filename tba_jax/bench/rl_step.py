@@ -161,6 +161,7 @@ def fields(job: Mapping[str, Any]) -> dict[str, Any]:
         "search.samples_per_prompt": job["group"],
         "search.num_slots": job["prompts"] * job["group"],
         "search.max_new_tokens": job["response_tokens"],
+        "search.min_new_tokens": job["response_tokens"],  # as TRL's, which hardly ever end earlier
         "search.initial_fill": 0,
         "replay.recency_prob": 1.0,
         "reward.num_workers": 1,
