@@ -197,7 +197,7 @@ TEST_LIMITS = {
     ("config",): 422,
     ("serving",): 1034,
     ("remote",): 692,
-    ("run",): 1078,
+    ("run",): 1079,
     OTHERS: 2046,
     ("",): 1776,  # with padded responses, which were a part of the package
 }
