@@ -196,6 +196,8 @@ class _Worker(asyncio.Protocol):
         self.failure = name, text, cause or next(iter(self.answers), _STARTED)
         while self.answers:
             self.answers.popitem()[1].cancel()
+        if self._transport:
+            self._transport.abort()  # a child outside of the group may keep the socket open
 
 
 class Job:

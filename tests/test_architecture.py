@@ -170,8 +170,8 @@ LIMITS = {
     "tasks": 1312,
     "environments": 1276,
     "serving": 1235,
-    "rewards": 1444,
-    "workers.py": 340,
+    "rewards": 1443,
+    "workers.py": 342,
 }
 
 

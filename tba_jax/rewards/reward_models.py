@@ -105,7 +105,20 @@ class RowScorer(NamedTuple):
         return left_pad(rows, length, self.pad_id), np.arange(length) >= starts[:, None]
 
 
-class RewardModel(RewardSource):
+class _OnSite(RewardSource):
+    """A source with a model; `_place(site, params)` moves it to the devices of a site."""
+
+    _site: Site
+
+    def on(self, site: Site) -> RewardSource:
+        if site == self._site:
+            return self
+        there: Any = copy.copy(self)
+        there._place(site, there._params)
+        return there
+
+
+class RewardModel(_OnSite):
     """A sequence classifier with one label, whose score is the reward.
 
     The model's own tokenizer encodes the prompt: a chat with its own chat template if it has one,
@@ -140,13 +153,6 @@ class RewardModel(RewardSource):
         self._keeps_ids = self._tokenizer.has_vocabulary_of(policy_tokenizer)
         how: Any = {"param_dtype": judge_dtype(site), "shardings": self._shardings(site)}
         self._place(site, found.load_params(**how))
-
-    def on(self, site: Site) -> "RewardModel":
-        if site == self._site:
-            return self
-        there = copy.copy(self)
-        there._place(site, self._params)
-        return there
 
     def _place(self, site: Site, params: Params) -> None:
         self._site, most = site, self._config.max_positions
@@ -275,7 +281,7 @@ def _make_guard(path: str, target: str, site: Site) -> tuple[RowScorer, _Row]:
     return RowScorer(program, params, length_buckets(most, 3), tokenizer.pad_id), row
 
 
-class VictimReward(RewardSource):
+class VictimReward(_OnSite):
     """Reward of attacks on a language model, on the first device of a site.
 
     Args:
@@ -309,13 +315,6 @@ class VictimReward(RewardSource):
             site=any_device(site.platform),
         )
         self._place(site, self._decoder.weights(params))
-
-    def on(self, site: Site) -> "VictimReward":
-        if site == self._site:
-            return self
-        there = copy.copy(self)
-        there._place(site, self._params)
-        return there
 
     def _place(self, site: Site, params: Params) -> None:
         self._site = site
