@@ -52,13 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "TPU pod",
     )
     number, index = map(os.environ.get, ("JAX_NUM_PROCESSES", "JAX_PROCESS_ID"))
-    add(
-        "--num_processes",
-        type=int,
-        default=number or None,
-        help="number of them (or JAX_NUM_PROCESSES)",
-    )
-    add("--process_id", type=int, default=index or None, help="from 0 (or JAX_PROCESS_ID)")
+    add("--num_processes", type=int, default=number or None, help="or JAX_NUM_PROCESSES")
+    add("--process_id", type=int, default=index or None, help="from 0; or JAX_PROCESS_ID")
     add(
         "--dry_run",
         action="store_true",

@@ -261,7 +261,7 @@ def _engine(config: Config) -> None:
         config,
         config.lora.rank > 0 or is_alone,
         "search.engine",
-        "a server has one set of weights, which one searcher beside the trainer loads",
+        "a server has one set of weights, which a single searcher of this process loads",
         "Set --config.num_searchers=1 --config.placement=shared, or --config.lora.rank=16.",
     )
     for name in ("sampling_temperature", "top_p", "min_new_tokens", "explore", "quantization"):
