@@ -134,6 +134,8 @@ def _ours(
     }
     command = harness.main_command(args.config, workdir, fields)
     env = {k: v for k, v in os.environ.items() if "CACHE" not in k or not k.startswith("JAX_")}
+    # Installed packages, such as the peer, have their bytecode.
+    env.pop("PYTHONDONTWRITEBYTECODE", None)
     env |= {"JAX_PLATFORMS": "cpu", "XDG_CACHE_HOME": str(cache)}
     return watch("tba_jax", command, env, workdir / "metrics.jsonl", "eval/pass_at_1", stop_at)
 

@@ -216,8 +216,9 @@ def build(
         CheckpointError: the newest checkpoint is damaged, or belongs to another run.
     """
     shared = open_shared(config, workdir, cluster=cluster, clock=clock, note=progress.note)
-    shared.rewards.check()
     task, tokenizer, is_primary = shared.task, shared.tokenizer, cluster.is_primary
+    prompts = Prompts(PromptReader(task, tokenizer, config.task.max_prompt_tokens), config.seed)
+    shared.rewards.check()  # they are tried while `Prompts` imports Grain
     if is_primary and not shared.sites.searchers:  # other processes grade
         try_functions(config, task)
     checkpoints = Checkpoints(
@@ -227,15 +228,14 @@ def build(
         members=cluster.members,
     )
     step = checkpoints.newest_intact(cluster)
-    reader = PromptReader(task, tokenizer, config.task.max_prompt_tokens)
     if step is None and is_primary and not task.makes_problems:
         progress.phase(f"checking {task.size('train'):,} prompts")
-        for line in reader.check_all():
+        for line in prompts.reader.check_all():
             progress.note(line)
     mesh = shared.sites.trainer.mesh
     shardings = model_parts.make_step_shardings(config, shared.model.config, mesh)
     state, base = _start_state(shared, shardings, checkpoints, step, progress.phase)
-    evaluator = task_parts.make_evaluator(config, reader)
+    evaluator = task_parts.make_evaluator(config, prompts.reader)
     if number := evaluator.num_skipped:
         progress.note(f"{number} held-out prompts exceed task.max_prompt_tokens and are skipped")
     evaluations = EvaluationQueue(evaluator)
@@ -247,8 +247,8 @@ def build(
     owner = None
     if is_primary:
         # A checkpoint of a later step has the results of all given responses.
-        given_path = "" if step else config.task.start_path
-        owner = _make_owner(shared, buffer, evaluations, weights, reader, given_path, progress.note)
+        given = "" if step else config.task.start_path
+        owner = _make_owner(shared, buffer, evaluations, weights, prompts, given, progress.note)
     trainer = Trainer(
         state=state,
         train_step=_make_train_step(shared, shardings, base),
@@ -355,14 +355,14 @@ def _make_owner(
     buffer: ReplayBuffer,
     evaluations: EvaluationQueue,
     weights: Weights | WeightFolder,
-    reader: PromptReader,
+    prompts: Prompts,
     given_path: str,
     note: Callable[[str], None],
 ) -> Owner:
     """Return the owner of the run's tickets; given responses, if there are any, come first."""
     config, sites, given = shared.config, shared.sites, []
     if given_path:
-        given = load_start_tickets(given_path, reader, shared.tokenizer, config.search)
+        given = load_start_tickets(given_path, prompts.reader, shared.tokenizer, config.search)
         num_given = sum(len(ticket.responses) for ticket in given)
         note(f"{num_given:,} given responses come first, in {len(given):,} groups")
     settings = OwnerSettings(
@@ -379,7 +379,7 @@ def _make_owner(
     return Owner(
         settings,
         buffer,
-        Prompts(reader, config.seed).from_number,
+        prompts.from_number,
         evaluations,
         model_parts.make_layout(config, shared.tokenizer, sites.trainer.mesh),
         given=given,

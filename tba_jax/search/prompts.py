@@ -21,15 +21,6 @@ _LONG_TEXT = 2**16
 _MOST_SHOWN = 8  # unknown characters in a message
 
 
-def load_grain() -> None:
-    """Import Grain, before other threads import or trace anything.
-
-    A module of Grain temporarily replaces Python's import function in all threads
-    (`etils.epy.lazy_imports`), which breaks concurrent imports.
-    """
-    import grain  # noqa: F401
-
-
 def text_of(
     task: Task, tokenizer: Tokenizer, split: Split, index: int
 ) -> tuple[str, bool, Mapping[str, Any]]:
@@ -149,7 +140,7 @@ class Prompts:
     def __init__(self, reader: PromptReader, seed: int) -> None:
         import grain
 
-        self._reader = reader
+        self.reader = reader
         self._size = reader.task.size("train")
         self._indices = grain.MapDataset.range(self._size).shuffle(seed=seed).repeat()
 
@@ -163,7 +154,7 @@ class Prompts:
         for n in range(number, number + 2 * self._size):
             index = self._indices[n]
             assert index is not None, "a range of indices has no gap"
-            prompt = self._reader.read("train", int(index))
+            prompt = self.reader.read("train", int(index))
             if prompt is not None:
                 return n, prompt
-        raise self._reader.all_too_long("train", self._size)
+        raise self.reader.all_too_long("train", self._size)
