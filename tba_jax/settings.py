@@ -305,7 +305,7 @@ class Setting:
     def kind(self) -> str:
         """Type of the values, in words for documentation and errors."""
         kinds = {str: "text", int: "whole number", float: "number", bool: "truth value"}
-        kinds[Schedule] = "number or schedule"
+        kinds |= {Schedule: "number or schedule", bool | str: "truth value or text"}
         return kinds.get(self.type, "list")
 
     def read(self, value: Any) -> Any:
@@ -316,9 +316,10 @@ class Setting:
         """
         if self.type is Schedule:
             return parse_schedule(self.name, value)
-        wanted = str if self.choices else typing.get_origin(self.type) or self.type
+        wanted = str if self.choices else self.type
+        is_list = typing.get_origin(wanted) is tuple
         try:
-            return _as_list(self.type, value) if wanted is tuple else _as(wanted, value)
+            return _as_list(wanted, value) if is_list else _as(wanted, value)
         except (ValueError, SyntaxError):
             rule = self.rule if self.choices else f"must be a {self.kind}"
             raise violation(self.name, value, rule, f"The default is {self.default}.") from None
@@ -354,20 +355,20 @@ class Setting:
         return None
 
 
-def _as(wanted: type, value: Any) -> Any:
-    """Return a value as bool, int, float or str.
+def _as(wanted: Any, value: Any) -> Any:
+    """Return a value as bool, int, float or str; or as one of bool and str.
 
     Raises:
         ValueError: the value has another type.
     """
     if isinstance(value, str) and wanted is not str:
-        if wanted is bool:
+        if wanted in (bool, bool | str):
             value = {"true": True, "1": True, "false": False, "0": False}.get(value.lower(), value)
         else:
             value = wanted(value)
     if wanted is float and type(value) is int:
         value = float(value)
-    if type(value) is not wanted:
+    if type(value) not in (typing.get_args(wanted) or (wanted,)):
         raise ValueError("another type")
     return value
 

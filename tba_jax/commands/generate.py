@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--num_samples", type=int, default=1, help="responses to draw")
     add("--stop_string", action="append", help="text that ends a response; may be repeated")
     add("--seed", type=int, default=0, help="seed of the random numbers")
-    add("--chat", action="store_true", help="put the prompt in the chat template")
+    add("--chat", nargs="?", const=True, default=False, help="chat template; as task.chat")
     add("--json", action="store_true", help="last line of output: a JSON object")
     args = parser.parse_args(argv)
     result = _generate(args)
@@ -52,11 +52,13 @@ def _generate(args: argparse.Namespace) -> dict:
     from tba_jax.decoding.requests import SamplingSettings
     from tba_jax.decoding.stop_strings import StopStrings
     from tba_jax.models import model as models
+    from tba_jax.tasks.config import template_options
 
     site, dtype = decoding_site()
     config, params, tokenizer = models.load(args.model, param_dtype=dtype)
     chat = [{"role": "user", "content": args.prompt}]
-    text = tokenizer.format_chat(chat) if args.chat else args.prompt
+    options = template_options(args.chat, "--chat")
+    text = tokenizer.format_chat(chat, variables=options) if args.chat else args.prompt
     prompt = tokenizer.encode(text, add_bos=not args.chat)
     decoder = Decoder(
         config,

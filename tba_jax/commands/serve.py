@@ -28,6 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--port", type=int, default=8000, help="port to listen on; 0: any free port")
     add("--token", default="", help="bearer token that requests must carry")
     add("--renderer", default="", help="chat and tool format of the library renderers")
+    add("--chat", default="", help="options of the chat template, as task.chat; empty: the run's")
     add("--num_slots", type=int, default=64, help="responses decoded at a time")
     add("--max_length", type=int, default=0, help="tokens of prompt and response; 0: up to 4096")
     args = parser.parse_args(argv)
@@ -46,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _serve_on(bound: socket.socket, args: argparse.Namespace) -> int:
-    from tba_jax.commands.saved import decoding_site
+    from tba_jax.commands.saved import decoding_site, load_run_config
     from tba_jax.decoding.engine import Decoder
     from tba_jax.devices.worker import StopFlag, Worker
     from tba_jax.models.tokenizer import Tokenizer
@@ -54,6 +55,7 @@ def _serve_on(bound: socket.socket, args: argparse.Namespace) -> int:
     from tba_jax.serving.chat import make_chat_format
     from tba_jax.serving.protocol import Served
     from tba_jax.serving.server import RequestQueue, make_application
+    from tba_jax.tasks.config import template_options
 
     site, dtype = decoding_site()
     name = args.model or args.workdir
@@ -69,13 +71,10 @@ def _serve_on(bound: socket.socket, args: argparse.Namespace) -> int:
         max_length=longest,
         site=site,
     )
-    chat = make_chat_format(tokenizer, args.renderer)
+    given = args.chat or (load_run_config(args.workdir).task.chat if args.workdir else True)
+    chat = make_chat_format(tokenizer, args.renderer, template_options(given, "--chat"))
     served = Served(name, tokenizer, chat, tokenizer.eos_ids, longest)
-    session = decoder.session(
-        params,
-        num_slots=args.num_slots,
-        version=version,
-    )
+    session = decoder.session(params, num_slots=args.num_slots, version=version)
     queue = RequestQueue(served)
     application = make_application(lambda episode: queue, served, token=args.token)
     stop = StopFlag()

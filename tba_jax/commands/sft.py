@@ -6,18 +6,20 @@ r"""Command: supervised fine-tuning of a language model on given responses, the 
         --config.optimizer.learning_rate="cosine(3e-5, 0, warmup=10)" [--config.FIELD=VALUE]
 
 The settings are those of training (docs/config.md): num_steps, seed, eval.period,
-model.compute_dtype, and the sections batch, optimizer, lora and mesh.
+model.compute_dtype, task.chat, and the sections batch, optimizer, lora and mesh.
 
-Rows have the texts "prompt" and "completion" (or "response"). The loss is the mean negative
-log-prob of the tokens of the responses, including end-of-sequence. Without a prompt, the response
-follows the beginning-of-sequence token. The rows are shuffled in every pass. Data may be a .jsonl
-or .parquet file, a folder with train and test files, or hf://NAME. A test split, or the rows of
---eval_share, give the evaluation loss.
+Rows have the texts "prompt" and "completion" (or "response"), or a chat in them or in "messages":
+its last answer, with its thinking, is trained on in the model's chat template, as are texts with
+task.chat=True. The loss is the mean negative log-prob of the tokens of the responses, including
+end-of-sequence. Without a prompt, the response follows the beginning-of-sequence token. The rows
+are shuffled in every pass. Data may be a .jsonl or .parquet file, a folder with train and test
+files, or hf://NAME. A test split, or the rows of --eval_share, give the evaluation loss.
 Invariant: the same seed and file give the same model.
 """
 
 import argparse
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -49,19 +51,10 @@ from tba_jax.train.optimizers import learning_rate_schedule, make_optimizer
 from tba_jax.train.state import make_init_state, step_shardings
 from tba_jax.train.step import StepSettings, make_log_likelihood, make_train_step
 
-DEFAULTS = replace(
-    Config(),
-    {
-        "batch.num_prompts": 64,
-        "optimizer.learning_rate": Schedule(3e-5, shape="cosine"),
-    },
-)
-_SETTINGS = ("num_steps", "seed", "eval.period", "model.compute_dtype") + (
-    "batch.",
-    "optimizer.",
-    "lora.",
-    "mesh.",
-)
+_RATE = Schedule(3e-5, shape="cosine")
+DEFAULTS = replace(Config(), {"batch.num_prompts": 64, "optimizer.learning_rate": _RATE})
+_SETTINGS = ("num_steps", "seed", "eval.period", "model.compute_dtype", "task.chat")
+_SETTINGS += ("batch.", "optimizer.", "lora.", "mesh.")
 _PRINT_STEPS = 20  # steps between two printed losses
 _LENGTHS = 3  # compiled lengths of prompts and of responses
 
@@ -220,12 +213,13 @@ def _layout(
 
 
 def _examples(
-    data: str, eval_share: float, seed: int, tokenizer: Any
+    data: str, eval_share: float, config: Config, tokenizer: Any
 ) -> tuple[list[Example], list[Example]]:
     """Return (training examples, held-out examples)."""
-    examples = read_examples(data, "train", tokenizer)
+    read = functools.partial(read_examples, data, tokenizer=tokenizer, chat=config.task.chat)
+    examples = read("train")
     if eval_share:
-        order = np.random.default_rng(seed).permutation(len(examples)).tolist()
+        order = np.random.default_rng(config.seed).permutation(len(examples)).tolist()
         num = round(eval_share * len(examples))
         if not 0 < num < len(examples):
             raise ValueError(
@@ -233,7 +227,7 @@ def _examples(
                 "least one row to evaluate and one to train on"
             )
         return [examples[i] for i in order[num:]], [examples[i] for i in order[:num]]
-    return examples, read_examples(data, "test", tokenizer) if has_split(data, "test") else []
+    return examples, read("test") if has_split(data, "test") else []
 
 
 def _arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, Config]:
@@ -268,7 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise ValueError(f"--out={out}: the folder is not empty. Give a new one")
     source = models.describe(args.model)
     tokenizer = source.load_tokenizer()
-    examples, held_out = _examples(args.data, args.eval_share, config.seed, tokenizer)
+    examples, held_out = _examples(args.data, args.eval_share, config, tokenizer)
     longest = max(len(x.prompt) + len(x.response) for x in [*examples, *held_out])
     packed = config.batch.packed_length
     if longest > (packed or source.config.max_positions):

@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Tasks of a taskset of verifiers, in the interpreter that TBA_JAX_VERIFIERS names.
 
-    python verifiers_bridge.py ID > train.jsonl    rows of the taskset: prompt and index of a task
-    python verifiers_bridge.py ID SOCKET           plays episodes that clients of a socket request
+    python verifiers_bridge.py ID [SOCKET]    prints rows of tasks, or plays episodes
 
 ID is a taskset, whose harness runs on this machine, or a .toml file with verifiers' settings of an
-environment. A client of the Unix socket (an abstract name) sends the base URL of the policy and the
-index of a task as a JSON list on one line, and receives {"reward": ...} or {"error": ...}.
+environment; its table `eval` has settings of the taskset for held-out tasks. A client of SOCKET (an
+abstract name) sends the base URL of the policy and the index of a task as a JSON list on one line,
+and receives {"reward": ...} or {"error": ...}.
 """
 
 import asyncio
-import importlib.util
+import importlib
 import json
 import os
 import sys
@@ -20,17 +20,21 @@ from pathlib import Path
 
 async def main(taskset: str, socket: str = "") -> None:
     """Print the rows, or print the number of tasks and play episodes until the process ends."""
-    verifiers = importlib.import_module("verifiers.v1")
-    clients = importlib.import_module("verifiers.v1.clients")
-    loaders = importlib.import_module("verifiers.v1.utils.loaders")
+    names = ("verifiers.v1", "verifiers.v1.clients", "verifiers.v1.utils.loaders")
+    verifiers, clients, loaders = map(importlib.import_module, names)
     config = {"taskset": {"id": taskset}, "agent": {"runtime": {"type": "subprocess"}}}
     if taskset.endswith(".toml"):
         config = tomllib.loads(Path(taskset).read_text())
-    env = loaders.load_environment(loaders.resolve_env_config(config))
-    tasks = list(env.taskset)
+    own, tasks, rows = config["taskset"], [], []
+    held_out = own | config.pop("eval", {})
+    for split, settings in [("test", held_out)] * (held_out != own) + [("train", own)]:
+        env = loaders.load_environment(loaders.resolve_env_config(config | {"taskset": settings}))
+        for task in env.taskset if env.taskset.bounded else env.taskset.take(10_000):
+            chat = [{"role": "user", "content": f"{task.data.prompt}"}]
+            rows.append(json.dumps({"prompt": chat, "task": len(tasks), "split": split}))
+            tasks.append(task)
     if not socket:
-        rows = ({"prompt": task.data.prompt, "task": i} for i, task in enumerate(tasks))
-        print(*map(json.dumps, rows), sep="\n")
+        print(*rows, sep="\n")
         return
 
     async def play(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -52,8 +56,6 @@ async def main(taskset: str, socket: str = "") -> None:
 
 
 if __name__ == "__main__":
-    if importlib.util.find_spec("verifiers") is None:
-        if not (python := os.environ.pop("TBA_JAX_VERIFIERS", "")):
-            sys.exit("no package verifiers: set TBA_JAX_VERIFIERS to a Python that has it")
+    if python := os.environ.pop("TBA_JAX_VERIFIERS", ""):
         os.execv(python, [python, "-P", __file__, *sys.argv[1:]])
     asyncio.run(main(*sys.argv[1:]))

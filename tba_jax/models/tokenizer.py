@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jinja2.meta
 import numpy as np
 
 from tba_jax.models.hf import chat_template, folders
@@ -50,6 +51,7 @@ class Tokenizer:
             is one of them, and the only one if both files have none.
         pad_id: padding token, else the first end-of-sequence token, else 0. It can be one of
             `eos_ids` (Qwen: <|endoftext|> is both).
+        has_chat_template: whether `format_chat` works.
         end: largest token ID plus 1, also of added tokens; the model may have more rows.
     """
 
@@ -67,6 +69,7 @@ class Tokenizer:
         self._special = {name: text for name, text in texts.items() if text is not None}
         self._library = library = _read_library(folder, self._special.values())
         self._folder, self._template = folder, _read_template(folder, settings)
+        self.has_chat_template = bool(self._template)
         self.end: int = max(library.get_vocab().values()) + 1
         model = _read_json(folder / "config.json")
         self._num_rows: int | None = model.get("vocab_size")  # rows of the embedding
@@ -225,17 +228,19 @@ class Tokenizer:
         ids = self._library.encode(character, add_special_tokens=False).ids
         return (bool(ids) or character.isspace()) and self._unknown_id not in ids
 
-    @property
-    def has_chat_template(self) -> bool:
-        """Whether `format_chat` works."""
-        return bool(self._template)
+    @functools.cached_property
+    def _template_names(self) -> set[str]:
+        """Names that the chat template reads."""
+        environment = chat_template.compiled(self._template).environment
+        names = jinja2.meta.find_undeclared_variables(environment.parse(self._template))
+        return names - {*environment.globals}
 
     def format_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         is_complete: bool = False,
-        variables: Mapping[str, Any] | None = None,
+        variables: Mapping[str, Any] = {},
     ) -> str:
         """Format messages with the model's chat template, up to the start of the response.
 
@@ -249,36 +254,31 @@ class Tokenizer:
             variables: further variables of the template, such as {"enable_thinking": False}.
 
         Raises:
-            ValueError: the tokenizer has no chat template, a message lacks a key, or the template
-                is not valid, refuses the messages (some have no "system" role), or does not write
-                the last message, which begins the response.
+            ValueError: the template is missing, refuses messages or variables, or is not valid.
         """
-        from jinja2 import TemplateError
-
         if not self.has_chat_template:
-            raise ValueError(
-                "this tokenizer has no chat template. Use plain prompts, or an instruction-tuned "
-                "checkpoint"
-            )
+            raise ValueError("this tokenizer has no chat template. Use plain prompts instead")
         # A template would silently drop missing keys.
         if not messages or any(not {"role", "content"} <= m.keys() for m in messages):
             raise ValueError(
-                f"chat messages {list(messages)!r}: wanted at least one, each with 'role' and "
-                "'content'"
+                f"chat messages {list(messages)!r}: wanted some, each with 'role' and 'content'"
             )
         continues = messages[-1]["role"] == "assistant" and not is_complete
         shown = [dict(message) for message in messages]
         shown[-1]["content"] += _END * continues
         given: dict[str, Any] = {"tools": None, "documents": None, "messages": shown}
         given |= {f"{name}_token": text for name, text in self._special.items()}
-        given |= {"add_generation_prompt": not continues, **(variables or {})}
+        given |= {"add_generation_prompt": not continues}
         try:
-            text = chat_template.compiled(self._template).render(given)
-        except TemplateError as error:
+            text = chat_template.compiled(self._template).render({**variables, **given})
+            options = self._template_names - given.keys()
+        except jinja2.TemplateError as error:
             raise ValueError(
                 f"the chat template of this tokenizer refuses the messages ({error}). Change the "
                 "roles or their order"
             ) from error
+        if unknown := variables.keys() - options:
+            raise ValueError(f"the chat template reads no {sorted(unknown)}, but {sorted(options)}")
         if not continues:
             return text
         before, mark, after = text.rpartition(_END.strip())

@@ -8,6 +8,7 @@ the placement, which a resumed run may change, is chosen again if it does not su
 
 import dataclasses
 import math
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -20,11 +21,9 @@ from tba_jax.models.transformer import TransformerConfig, num_params
 from tba_jax.planning import chips, estimates, layouts, sizes
 from tba_jax.run.model_parts import describe_model
 from tba_jax.run.peers import start_cluster
-from tba_jax.search.prompts import text_of
+from tba_jax.search.prompts import PromptReader
 from tba_jax.settings import Schedule
-from tba_jax.tasks.mixture import Mixture, data_sets
-from tba_jax.tasks.registry import get_task
-from tba_jax.tasks.rows import has_split
+from tba_jax.tasks.custom import Custom
 
 if TYPE_CHECKING:
     from tba_jax.devices.cluster import Cluster
@@ -164,20 +163,12 @@ def with_lengths(config: Config) -> tuple[Config, str]:
     """
     if config.task.max_prompt_tokens:
         return config, ""
-    task_settings = config.task
-    task = get_task(
-        task_settings.name,
-        task_settings.data_path,
-        num_held_out=1,
-        chat=task_settings.chat,
-        columns=task_settings.columns,
-    )
+    task = dataclasses.replace(config.task, num_eval_prompts=1).open()
     size = task.size("train")
     model = describe_model(config, with_weights=False)
-    tokenizer = model.load_tokenizer()
-    step = max(1, size // _LOOKED_AT)
-    texts = (text_of(task, tokenizer, "train", i) for i in range(0, size, step))
-    longest = max(len(tokenizer.encode(text, add_bos)) for text, add_bos, _ in texts)
+    reader = PromptReader(task, model.load_tokenizer(), sys.maxsize)
+    prompts = (reader.read("train", i) for i in range(0, size, max(1, size // _LOOKED_AT)))
+    longest = max(len(prompt.tokens) for prompt in prompts if prompt)
     context = model.config.max_positions
     response = config.search.max_new_tokens
     if response == DEFAULT_RESPONSE:  # a user's own limit stays
@@ -191,12 +182,8 @@ def with_lengths(config: Config) -> tuple[Config, str]:
         "task.max_prompt_tokens": min(-(-longest // _MULTIPLE) * _MULTIPLE, context - response),
         "search.max_new_tokens": response,
     }
-    sets = [path for path, _ in data_sets(task_settings.data_path) if path]
-    if not sets or not all(has_split(path, "test") for path in sets):
-        most = max(1, (size + 1) // _HELD_OUT_SHARE)
-        if isinstance(task, Mixture):
-            most = task.most_held_out(1 / _HELD_OUT_SHARE)
-        fields["task.num_eval_prompts"] = min(task_settings.num_eval_prompts, most)
+    if isinstance(task, Custom) and (most := task.most_held_out(1 / _HELD_OUT_SHARE)):
+        fields["task.num_eval_prompts"] = min(config.task.num_eval_prompts, most)
     return replace(config, fields), (
         f"prompts of up to {longest} tokens, and a context of {context}"
     )

@@ -41,7 +41,6 @@ from tba_jax.search.sampler import SEARCHER_ROLE, Sampler, StateValues
 from tba_jax.search.searcher import SearchParts
 from tba_jax.search.start_data import GivenScorer
 from tba_jax.serving.vllm import InferenceServer
-from tba_jax.tasks.mixture import Mixture
 from tba_jax.tasks.task import Task
 from tba_jax.train.state import trained_shapes
 from tba_jax.weights.folder import StoredWeights, WeightFolder
@@ -139,7 +138,7 @@ def open_shared(
         sites = open_sites(config, found)
     task = config.task.open()
     # Read the data before the model, which may take minutes to load: unreadable data ends the run.
-    sets = f" of {', '.join(task.data_sets)}" if isinstance(task, Mixture) else ""
+    sets = f" of {', '.join(task.data_sets)}" if task.data_sets else ""
     sizes = f"{task.size('train'):,} prompts{sets}, {task.size('eval'):,} held out"
     note(f"{task.name}: {sizes}; model {config.model.path or 'embedded:start_model'}")
     model = model_parts.describe_model(config)

@@ -24,7 +24,6 @@ from tba_jax.search.sampler import sampling_settings
 from tba_jax.serving.chat import make_chat_format
 from tba_jax.serving.protocol import Served
 from tba_jax.serving.vllm import InferenceServer
-from tba_jax.tasks.mixture import Mixture
 from tba_jax.tasks.task import Task
 
 
@@ -38,8 +37,8 @@ def make_grader(
     """
     adds = bool(config.task.reward or config.reward.model_path)
     first_kind = task.response_kinds[0] if task.response_kinds else ""
-    data_sets = task.data_sets if isinstance(task, Mixture) else ()
-    return Grader(rewards, tokenizer.batch_decode, task.response_kind, first_kind, data_sets, adds)
+    decode, kind_of = tokenizer.batch_decode, task.response_kind
+    return Grader(rewards, decode, kind_of, first_kind, task.data_sets, adds)
 
 
 def make_environments(
@@ -48,11 +47,12 @@ def make_environments(
     """Return the processes of the configured environment; None without one."""
     if not config.task.environment:
         return None
-    search, renderer = config.search, config.task.renderer
-    chat, ids = make_chat_format(tokenizer, renderer), model_parts.end_ids(config, tokenizer)
+    search, task = config.search, config.task
+    chat = make_chat_format(tokenizer, task.renderer, task.chat_options)
+    ids = model_parts.end_ids(config, tokenizer)
     limit, sampling = 1 + search.max_new_tokens, sampling_settings(search)
     return EnvironmentPool(
-        config.task.environment,
+        task.environment,
         Served("policy", tokenizer, chat, ids, limit, sampling),
         max_turns=search.max_turns,
         timeout_s=config.reward.timeout_s,

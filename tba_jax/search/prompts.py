@@ -35,11 +35,11 @@ def text_of(
     if isinstance(content, str):
         return content, True, columns
     try:
-        return tokenizer.format_chat(content), False, columns
+        return tokenizer.format_chat(content, variables=task.chat_options), False, columns
     except ValueError as error:
         raise ValueError(
-            f"{split} problem {index} of task {task.name} is a chat (in the data, or by "
-            f"task.chat=True): {error}"
+            f"{task.place(split, index)}: the prompt is a chat (in the data, or by task.chat): "
+            f"{error}"
         ) from error
 
 
@@ -59,13 +59,16 @@ class PromptReader:
         """Return the prompt; None if it is too long.
 
         Raises:
-            ValueError: the template refuses the chat messages.
+            ValueError: the template refuses the chat messages, or the model lacks a token.
         """
         text, add_bos, columns = text_of(self.task, self._tokenizer, split, index)
         most, is_huge = self.max_prompt_tokens, len(text) > _LONG_TEXT
         if is_huge and len(text) > most * self._tokenizer.longest_token:
             return None
-        tokens = self._tokenizer.encode(text, add_bos)
+        try:
+            tokens = self._tokenizer.encode(text, add_bos)
+        except ValueError as error:  # a token without a row in the model's embedding
+            raise ValueError(f"{self.task.place(split, index)}: {error}") from error
         if len(tokens) > most:
             return None
         return Prompt(prompt_id=index, text=text, tokens=tokens, columns=columns)

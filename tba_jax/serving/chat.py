@@ -20,7 +20,7 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class Chat(NamedTuple):
-    """Messages, JSON schemas of tools, and variables of the template, as {"thinking": False}."""
+    """Messages, JSON schemas of tools, and variables of the template that override its options."""
 
     messages: Messages
     tools: Messages = ()
@@ -38,19 +38,18 @@ class ChatFormat:
 
     stop_ids: tuple[int, ...] = ()
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: Tokenizer, options: Mapping[str, Any] = {}) -> None:
+        self._tokenizer, self._options = tokenizer, options
 
     def prompt(self, chat: Chat) -> np.ndarray:
         """Return the prompt tokens of a chat, up to the start of the response."""
         if chat.tools:
             raise ValueError(
-                "tools: the tool format of this model is not known. Set --renderer=NAME, or in a "
-                "training run --config.task.renderer=NAME, to a format of the library renderers, "
-                "such as qwen3"
+                "tools: the tool format of this model is not known. Set --renderer (in training "
+                "--config.task.renderer) to a format of the library renderers, such as qwen3"
             )
         plain = [{"role": x["role"], "content": x.get("content") or ""} for x in chat.messages]
-        text = self._tokenizer.format_chat(plain, variables=chat.variables)
+        text = self._tokenizer.format_chat(plain, variables={**self._options, **chat.variables})
         return self._tokenizer.encode(text, add_bos=False)
 
     def bridge(self, prompt: np.ndarray, completion: np.ndarray, chat: Chat) -> np.ndarray | None:
@@ -74,32 +73,31 @@ class RendererFormat(ChatFormat):
     Raises ValueError if the library is not installed, or has no format of this name.
     """
 
-    def __init__(self, tokenizer: Tokenizer, name: str) -> None:
-        super().__init__(tokenizer)
+    def __init__(self, tokenizer: Tokenizer, name: str, options: Mapping[str, Any] = {}) -> None:
+        super().__init__(tokenizer, options)
         try:
             self._library = importlib.import_module("renderers")
             configs = importlib.import_module("renderers.configs")
         except ImportError as error:
-            text = f"renderer={name!r} needs the library renderers. Run pip install "
-            raise ValueError(f"{text}'tba_jax[chat-tools]'") from error
+            text = f"renderer={name!r} needs pip install 'tba_jax[chat-tools]'"
+            raise ValueError(text) from error
         if name == "auto":  # for a model unknown to the library, "auto" would parse no tool calls
             raise ValueError("renderer='auto': give the name of a format, such as qwen3 or llama-3")
         self._config = configs.config_from_name(name)
-        self._renderer = self._library.create_renderer(tokenizer.library, self._config)
+        self._renderer = self._with(self._options)
         self.stop_ids = tuple(self._renderer.get_stop_token_ids())
+
+    def _with(self, options: Mapping[str, Any]) -> Any:
+        """Return the library's renderer with options of its template."""
+        if unknown := options.keys() - (known := self._config.template_field_names()):
+            raise ValueError(f"the chat template reads no {sorted(unknown)}, but {sorted(known)}")
+        config = type(self._config)(**options) if options else self._config
+        return self._library.create_renderer(self._tokenizer.library, config)
 
     def _rendered(self, chat: Chat, method: str, *arguments: Any, **options: Any) -> Any:
         """Return the result of a method of the library's renderer with the chat's variables."""
-        renderer, known = self._renderer, self._config.template_field_names()
-        if chat.variables:
-            if not known >= chat.variables.keys():
-                raise ValueError(
-                    f"chat_template_kwargs {sorted(chat.variables)}: the format "
-                    f"{self._config.name} of the library renderers has {sorted(known)}. Leave out "
-                    "the others"
-                )
-            config = type(self._config)(**chat.variables)
-            renderer = self._library.create_renderer(self._tokenizer.library, config)
+        own, chats = self._options, chat.variables
+        renderer = self._with({**own, **chats}) if chats else self._renderer
         return getattr(renderer, method)(*arguments, tools=list(chat.tools) or None, **options)
 
     def prompt(self, chat: Chat) -> np.ndarray:
@@ -145,9 +143,9 @@ class RendererFormat(ChatFormat):
         return message | ({"tool_calls": valid} if valid else {}), calls
 
 
-def make_chat_format(tokenizer: Tokenizer, renderer: str) -> ChatFormat:
+def make_chat_format(tokenizer: Tokenizer, name: str, options: Mapping[str, Any]) -> ChatFormat:
     """Return the format of this name in the library `renderers`; "": the chat template."""
-    return RendererFormat(tokenizer, renderer) if renderer else ChatFormat(tokenizer)
+    return RendererFormat(tokenizer, name, options) if name else ChatFormat(tokenizer, options)
 
 
 def extended(

@@ -1,19 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings of the task: data, prompts and reward functions."""
 
+import ast
+import contextlib
+import dataclasses
 import functools
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping
+from typing import Any
 
 from tba_jax.rewards.kinds import VICTIM
 from tba_jax.settings import ConfigError, Section, check_all, field, need
-from tba_jax.tasks.mixture import data_sets
-from tba_jax.tasks.registry import NAMES, REASONING_GYM_PREFIX, TASKS, get_task, task_class
-from tba_jax.tasks.rows import FILE_SUFFIXES, HUB_PREFIX
+from tba_jax.tasks.custom import Custom
+from tba_jax.tasks.registry import NAMES, TASKS, task_class
+from tba_jax.tasks.rows import FILE_SUFFIXES, TASKSET_PREFIX
 from tba_jax.tasks.task import Task
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class TaskSettings(Section):
     """Settings of the task."""
 
@@ -31,7 +35,11 @@ class TaskSettings(Section):
         'before the first step: rows {"response"}, or with several prompts '
         '{"prompt_id", "response"}; empty: none',
     )
-    chat: bool = field(False, "format text prompts as user messages of the model's chat template")
+    chat: bool | str = field(
+        False,
+        "True: text prompts are user messages in the model's chat template; also options of the "
+        "template, such as enable_thinking=False, for all chats",
+    )
     reward: str = field(
         "",
         "package.module:function or path/to/file.py:function, several separated by commas: their "
@@ -47,8 +55,8 @@ class TaskSettings(Section):
         "",
         "package.module:CLASS or path/to/file.py:CLASS that answers the policy's turns; or typed "
         "functions, separated by commas, that the policy may call; or a function run(base_url, "
-        "row) that requests the turns over HTTP; or verifiers:TASKSET or openenv:URL; empty: a "
-        "response is one turn",
+        "row) that requests the turns over HTTP; or verifiers:TASKSET, which is also the data, or "
+        "openenv:URL; empty: a response is one turn",
     )
     renderer: str = field(
         "",
@@ -74,22 +82,39 @@ class TaskSettings(Section):
         at_least=0,
     )
 
+    def replaced(self, values: Mapping[str, Any]) -> "TaskSettings":
+        """Return the section with some values changed; a taskset without other data is the data."""
+        found = dataclasses.replace(self, **values)
+        is_taskset = found.environment.startswith(TASKSET_PREFIX)
+        if not is_taskset or (found.data_path and found.data_path != self.environment):
+            return found
+        return dataclasses.replace(found, name="custom", data_path=found.environment)
+
+    @property
+    def chat_options(self) -> dict[str, Any]:
+        """Options of the chat template."""
+        return template_options(self.chat)
+
     def check(self) -> None:
-        is_known = self.name in TASKS or bool(self.name.partition(REASONING_GYM_PREFIX)[2])
-        chats = [name for name, task in TASKS.items() if task.has_chat]
-        start = self.start_path
-        is_start = not start or (os.path.isfile(start) and start.endswith(FILE_SUFFIXES))
+        task, start = task_class(self.name), self.start_path
+        makes = task.makes_problems
+        chats = [name for name, each in TASKS.items() if each.has_chat]
         pairs = [pair.split("=") for pair in self.columns.split(",")] if self.columns else []
         is_pairs = all(len(pair) == 2 and all(map(str.strip, pair)) for pair in pairs)
         rules = {
-            "name": (is_known, f"must be one of {NAMES}", "For example --config.task.name=custom."),
+            "data_path": (
+                bool(self.data_path) if task is Custom else not (self.data_path and makes),
+                f"task {self.name} {'generates its own problems' if makes else 'needs data'}",
+                "Leave it empty for another task; for task custom, give a folder with train.jsonl, "
+                "a .jsonl or .parquet file, or hf://NAME of a data set on the hub.",
+            ),
             "chat": (
-                not self.chat or not is_known or task_class(self.name).has_chat,
+                not self.chat or task.has_chat,
                 f"task {self.name} has no chat prompts: its model reads plain problems",
                 f"Leave it False, or choose one of {', '.join(chats)}, reasoning_gym:DATASET.",
             ),
             "start_path": (
-                is_start,
+                not start or (os.path.isfile(start) and start.endswith(FILE_SUFFIXES)),
                 "no such .jsonl or .parquet file",
                 'Give a file with one object {"response": text} per line; tasks of several prompts '
                 'also need "prompt_id".',
@@ -104,29 +129,32 @@ class TaskSettings(Section):
             functools.partial(need, is_right, f"task.{name}", getattr(self, name), rule, remedy)
             for name, (is_right, rule, remedy) in rules.items()
         ]
-        check_all(*checks, self._check_data)
+        check_all(*checks, functools.partial(template_options, self.chat))
 
     def open(self) -> Task:
         """Return the task; its data is read at first use."""
-        count, options = self.num_eval_prompts, {"chat": self.chat, "columns": self.columns}
-        return get_task(self.name, self.data_path, count, **options)
+        return task_class(self.name)(self)
 
-    def _check_data(self) -> None:
-        is_custom = self.name == "custom"
-        try:
-            paths = [path for path, _ in data_sets(self.data_path)] if is_custom else []
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
-        for path in paths or [self.data_path]:
-            why, is_named = "", path.endswith(FILE_SUFFIXES) or path.startswith(HUB_PREFIX)
-            if not path:
-                why = "task custom needs data" if is_custom else ""
-            elif not os.path.exists(path) and "://" not in path:
-                why = "no such folder or file"
-            elif not os.path.isdir(path) and not is_named:
-                why = "must be a folder, a .jsonl or .parquet file, or hf://NAME"
-            remedy = (
-                "Give a folder that holds train.jsonl and test.jsonl; task custom also takes one "
-                ".jsonl or .parquet file, or hf://NAME of a data set on the hub."
-            )
-            need(not why, "task.data_path", path, why, remedy)
+
+def template_options(value: bool | str, name: str = "config.task.chat") -> Any:
+    """Return the options that a text such as "enable_thinking=False, effort=low" lists.
+
+    Args:
+        value: a text, or a truth value, which has no options.
+        name: name of the setting or flag, for the error.
+    """
+    if str(value).lower() in ("true", "false"):
+        return {}
+    words, found = {"true": True, "false": False, "null": None}, dict[str, Any]()
+    with contextlib.suppress(SyntaxError, ValueError, AttributeError):
+        call: Any = ast.parse(f"options({value})", mode="eval").body
+        for option in call.keywords:
+            word = getattr(option.value, "id", None)  # without quotation marks
+            given = words.get(word, word) if word else ast.literal_eval(option.value)
+            found[str(option.arg)] = given
+        if ast.unparse(call) == f"options({', '.join(map(ast.unparse, call.keywords))})":
+            return found
+    raise ConfigError(
+        f"{name} = {value!r}: must be True, False, or options of the chat template. For example "
+        "enable_thinking=False"
+    )

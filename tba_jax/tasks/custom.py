@@ -5,133 +5,240 @@ The prompt of a row is its column `prompt`: a text or a list of chat messages. W
 the prompt is the column `messages` without the last answer, or else the first of
 `PROMPT_COLUMNS` that the row has. The reward functions receive all other columns.
 
-Invariant: all rows have the same columns and the same kind of prompt, and no prompt is in both
-splits.
+With several data sets, an epoch has every row of every set at least once; if a set is smaller than
+its share, its rows occur several times. Every row then has a column `data_set`, the name of its
+set, and the columns of all sets, with None for columns that its own set lacks.
+
+Invariant: all rows of a set have the same columns, all rows the same kind of prompt, and no prompt
+of a set is in both splits.
 """
 
+import bisect
 import functools
 import hashlib
+import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from tba_jax.tasks import rows
-from tba_jax.tasks.rows import Rows, has_split, read_rows
-from tba_jax.tasks.task import Problem, Split, Task, chat
+from tba_jax.tasks.rows import has_split, read_rows
+from tba_jax.tasks.task import Problem, PromptContent, Split, Task, chat
 
 # Arguments of reward functions in TRL, which does not pass columns of these names either.
 DROPPED_COLUMNS = ("completion", "completion_ids")
 # In a row without `prompt` and `messages`, the first of these columns is the prompt.
 PROMPT_COLUMNS = ("question", "problem", "instruction", "query")
 RESERVED_COLUMNS = ("prompts", "completions")
+COLUMN = "data_set"
 
 
-class Custom(Task):
-    """Prompts and columns of any data set.
+class _DataSet:
+    """A data set with its rows of both splits.
 
     A test split of the data is the held-out split. Without a test split, at least `num_held_out`
     training rows are held out: the rows whose prompts have the smallest SHA-256. This choice does
     not depend on file order or seed, and rows with equal prompts stay together.
 
-    Args:
-        data_path: a source as in `rows`.
-        num_held_out: number of rows to hold out if the data has no test split.
-        chat: whether to format a text prompt as a user message.
-        columns: new names of columns, as in `task.columns`.
+    Attributes:
+        path: a source as in `rows`.
+        test: source and name of the test split; None: of `path`, if it has one.
+        is_disjoint: whether training rows are left out whose prompts are in the test split.
+    """
+
+    def __init__(self, path: str, num_held_out: int, read: Callable[..., Problem]) -> None:
+        self.path, self._num_held_out, self._read = path, num_held_out, read
+        self.test: tuple[str, rows.Split] | None = None
+        self.is_disjoint = False
+
+    @functools.cached_property
+    def rows(self) -> dict[Split, list[tuple[str, Problem]]]:
+        """Place and problem of the rows of each split."""
+        train = [(x, self._read(row, x)) for x, row in read_rows(self.path, "train")]
+        held_out = read_rows(*(self.test or (self.path, "test"))) if self.has_test else ()
+        test = [(x, self._read(row, x)) for x, row in held_out]
+        for row in (*train, *test):
+            _same_form(*row, *train[0])
+        digests = [_digest(prompt) for _, (prompt, _) in train]
+        out = {_digest(prompt) for _, (prompt, _) in test} if self.is_disjoint else set[bytes]()
+        if not test:
+            out = _held_out(digests, self._num_held_out, self.path)
+            test = [row for row, x in zip(train, digests, strict=True) if x in out]
+        kept = [row for row, x in zip(train, digests, strict=True) if x not in out]
+        return {"train": kept, "eval": test}
+
+    @property
+    def has_test(self) -> bool:
+        return self.test is not None or has_split(self.path, "test")
+
+    def size(self, split: Split) -> int:
+        return len(self.rows[split])
+
+
+class Custom(Task):
+    """Prompts and columns of any data sets.
+
+    Rows to hold out are divided by the weights of the sets. If one set has chats, the texts of the
+    others become messages of the user.
 
     Raises:
-        ValueError: the source is missing, or a row is malformed (the message has file and line).
+        ValueError: a source is missing, a row is malformed (the message has file and line), or
+            two sets have the same name.
     """
 
     name = "custom"  # the config must name a reward
     has_chat = True
 
-    def __init__(self, data_path: str, num_held_out: int, chat: bool, columns: str = "") -> None:
-        self._data_path, self._num_held_out, self._chat = data_path, num_held_out, chat
-        pairs = (pair.split("=") for pair in columns.split(",") if pair)
+    def __init__(self, settings: Any, data_path: str = "") -> None:
+        super().__init__(settings)
+        sets, num_held_out = data_sets(data_path or settings.data_path), settings.num_eval_prompts
+        self._chat = bool(settings.chat)
+        if len(sets) > 1:
+            ends = (os.path.basename(path.rstrip("/")) for path in sets)
+            self.data_sets = tuple(os.path.splitext(name)[0] for name in ends)
+        if len({*self.data_sets}) < len(self.data_sets):
+            raise ValueError(
+                f"task.data_path: data sets are named {', '.join(self.data_sets)} in metrics, and "
+                "two have the same name. Rename a file"
+            )
+        total, least = sum(sets.values()), min(1, num_held_out)
+        self._is_weighted = bool(total)
+        self._shares = [weight / total if total else 1 / len(sets) for weight in sets.values()]
+        pairs = (pair.split("=") for pair in settings.columns.split(",") if pair)
         self._names = {old.strip(): new.strip() for new, old in pairs}
+        self._sets = [
+            _DataSet(path, max(least, round(share * num_held_out)), self._read)
+            for path, share in zip(sets, self._shares, strict=True)
+        ]
+
+    def _read(self, row: dict[str, Any], where: str) -> Problem:
+        """Return the problem of a row; raise ValueError if the row cannot be used."""
+        return _problem(row, self._names, where)
 
     @functools.cached_property
-    def _splits(self) -> dict[Split, tuple[Rows, Sequence[int]]]:
-        """Rows of each split, and the indices of its problems in them."""
-        first: list[tuple[Problem, str]] = []
-        digests: list[bytes] = []  # of each prompt
+    def _ends(self) -> list[int]:
+        """Number of rows of an epoch up to the end of each data set."""
+        sizes = [each.size("train") for each in self._sets]
+        most = max(n / share for n, share in zip(sizes, self._shares, strict=True))
+        if self._is_weighted:
+            sizes = [max(n, round(x * most)) for n, x in zip(sizes, self._shares, strict=True)]
+        return [*itertools.accumulate(sizes)]
 
-        def problems(split: rows.Split) -> Iterator[Problem]:
-            for where, row in read_rows(self._data_path, split):
-                problem = _problem(_named(row, self._names, where), where)
-                first.append((problem, where)) if not first else None
-                _same_form(problem, where, *first[0])
-                text = json.dumps(problem[0], sort_keys=True)
-                digests.append(hashlib.sha256(text.encode()).digest())
-                yield problem
+    @functools.cached_property
+    def _eval_places(self) -> list[tuple[int, int]]:
+        """Data set and index of each held-out row; the data sets alternate."""
+        sizes = [each.size("eval") for each in self._sets]
+        return [(s, i) for i in range(max(sizes)) for s, size in enumerate(sizes) if i < size]
 
-        found = Rows(problems("train"))
-        if has_split(self._data_path, "test"):
-            test = Rows(problems("test"))
-            return {"train": (found, range(len(found))), "eval": (test, range(len(test)))}
-        held_out = _split_off(digests, self._num_held_out, self._data_path)
-        kept = [i for i in range(len(found)) if i not in held_out]
-        return {"train": (found, kept), "eval": (found, sorted(held_out))}
+    @functools.cached_property
+    def _columns(self) -> dict[str, None]:
+        """Names of the columns of several data sets, as the keys of a dict."""
+        firsts = [each.rows["train"][0][1] for each in self._sets]
+        columns = {name: None for _, own in firsts for name in own}
+        if COLUMN in columns:
+            raise ValueError(
+                f"task.data_path: a column {COLUMN!r} would hide the name of a row's data set. "
+                f'Rename it, for example --config.task.columns="source={COLUMN}"'
+            )
+        self._chat = self._chat or any(isinstance(prompt, list) for prompt, _ in firsts)
+        return columns
+
+    def most_held_out(self, share: float) -> int:
+        """Return the most rows that can be held out without using more than `share` of any set.
+
+        0 if every set has a test split.
+        """
+        if all(each.has_test for each in self._sets):
+            return 0
+        sizes = [each.size("train") + each.size("eval") for each in self._sets]
+        return max(1, min(int(n * share / of) for n, of in zip(sizes, self._shares, strict=True)))
 
     def size(self, split: Split) -> int:
-        return len(self._splits[split][1])
+        return self._ends[-1] if split == "train" else len(self._eval_places)
 
     def problem(self, split: Split, index: int) -> Problem:
-        found, chosen = self._splits[split]
-        prompt, columns = found[chosen[index]]
+        number, _, (prompt, columns) = self._row(split, index)
+        if self.data_sets:
+            columns = {**self._columns, **columns, COLUMN: self.data_sets[number]}
         is_chat = self._chat or isinstance(prompt, list)
         return chat(prompt, columns) if is_chat else (prompt, columns)
 
+    def place(self, split: Split, index: int) -> str:
+        return self._row(split, index)[1]
 
-def _named(row: dict[str, Any], names: Mapping[str, str], where: str) -> dict[str, Any]:
-    """Return a row with renamed columns, and with a column `prompt` if one can be derived."""
-    missing = [old for old in names if old not in row]
-    if missing:
+    def _row(self, split: Split, index: int) -> tuple[int, str, Problem]:
+        """Return the number of the data set of a row, its place and its problem."""
+        if split == "eval":
+            number, index = self._eval_places[index]
+        else:
+            number = bisect.bisect_right(self._ends, index)
+            index -= self._ends[number - 1] if number else 0
+            index %= self._sets[number].size("train")
+        return number, *self._sets[number].rows[split][index]
+
+
+def data_sets(data_path: str) -> dict[str, float]:
+    """Return path -> weight of the data sets that `task.data_path` names; 0: by number of rows.
+
+        data_sets("a.jsonl:0.7,b.jsonl:0.3") == {"a.jsonl": 0.7, "b.jsonl": 0.3}
+
+    Raises:
+        ValueError: only some data sets have a weight above 0.
+    """
+    if os.path.exists(data_path) or "," not in data_path:
+        return {data_path: 0.0}
+    found: dict[str, float] = {}
+    for part in data_path.split(","):
+        path, weight = re.findall(r"(.*?)(?::([\d.]+))?$", part.strip())[0]
+        found[path] = float(weight or 0.0)
+    if len({weight > 0 for weight in found.values()}) > 1:
         raise ValueError(
-            f"{where}: no column {missing[0]!r}, which task.columns names; got "
-            f"{', '.join(sorted(map(str, row)))}. Correct --config.task.columns"
+            f"task.data_path={data_path}: some data sets have a weight and some have none. Write "
+            'for example --config.task.data_path="a.jsonl:0.7,b.jsonl:0.3"'
         )
-    found = {names.get(name, name): value for name, value in row.items()}
-    if "prompt" in found:
-        return found
-    usual = next((name for name in PROMPT_COLUMNS if name in found), "")
-    if isinstance(found.get("messages"), list):
-        messages = found.pop("messages")
-        last = messages[-1] if messages and isinstance(messages[-1], dict) else {}
-        is_answered = last.get("role") == "assistant"
-        found["prompt"] = messages[:-1] if is_answered else messages
-        if is_answered:
-            found["reference_answer"] = last.get("content")
-    elif "messages" not in found and usual:
-        found["prompt"] = found.pop(usual)
     return found
 
 
-def _problem(row: dict[str, Any], where: str) -> Problem:
-    """Return the prompt and the columns of a row; raise ValueError if they cannot be used."""
-    if "prompt" not in row:
-        columns = ", ".join(sorted(map(str, row)))
+def _problem(row: dict[str, Any], names: Mapping[str, str], where: str) -> Problem:
+    """Return the prompt and the columns of a row; raise ValueError if they cannot be used.
+
+    Args:
+        names: old name of a column -> new name.
+    """
+    columns = {names.get(name, name): value for name, value in row.items()}
+    usual = next((name for name in PROMPT_COLUMNS if name in columns), "")
+    if "prompt" not in columns and isinstance(columns.get("messages"), list):
+        *before, last = columns.pop("messages") or [{}]
+        columns["prompt"] = [*before, last]
+        if isinstance(last, dict) and last.get("role") == "assistant":
+            columns |= {"prompt": before, "reference_answer": last.get("content")}
+    elif "prompt" not in columns and "messages" not in columns and usual:
+        columns["prompt"] = columns.pop(usual)
+    missing, own = [old for old in names if old not in row], ", ".join(sorted(map(str, row)))
+    if missing or "prompt" not in columns:
+        example = f"prompt={min(map(str, row), default='question')}"
+        column = f"{missing[0]!r}, which task.columns names" if missing else "'prompt'"
         raise ValueError(
-            f"{where}: no column 'prompt'; got {columns}. Name it, for example "
-            f'--config.task.columns="prompt={min(map(str, row), default="question")}"'
+            f'{where}: no column {column}; got {own}. Set --config.task.columns="{example}"'
         )
-    for name in (name for name in RESERVED_COLUMNS if name in row):
-        raise ValueError(
-            f"{where}: column {name!r} has the name of a reward function's argument. Rename "
-            f"it, for example --config.task.columns=my_{name}={name}"
-        )
-    prompt = row["prompt"]
-    columns = {k: v for k, v in row.items() if k != "prompt" and k not in DROPPED_COLUMNS}
+    prompt = columns.pop("prompt")
+    columns = {name: value for name, value in columns.items() if name not in DROPPED_COLUMNS}
     for name, value in columns.items():
+        if name in RESERVED_COLUMNS:
+            raise ValueError(
+                f"{where}: column {name!r} has the name of a reward function's argument. Rename "
+                f"it, for example --config.task.columns=my_{name}={name}"
+            )
         if not _is_plain(value):
             raise ValueError(
                 f"{where}: column {name!r} holds {value!r:.80}, a {type(value).__name__}; wanted "
                 "text, finite numbers, true, false, null, and lists or objects of them. Convert it "
                 "or remove the column"
             )
-    is_text, is_list = isinstance(prompt, str) and prompt, isinstance(prompt, list) and prompt
-    if not (is_text or (is_list and all(map(_is_message, prompt)))):
+    is_chat = isinstance(prompt, list) and all(map(is_message, prompt))
+    if not prompt or not (is_chat or isinstance(prompt, str)):
         raise ValueError(
             f"{where}: 'prompt' is {prompt!r:.80}; wanted text, or a list of chat messages, "
             "objects with the texts 'role' and 'content'. Convert it"
@@ -139,7 +246,7 @@ def _problem(row: dict[str, Any], where: str) -> Problem:
     return prompt, columns
 
 
-def _is_message(value: Any) -> bool:
+def is_message(value: Any) -> bool:
     names = ("role", "content")
     return isinstance(value, dict) and all(isinstance(value.get(name), str) for name in names)
 
@@ -152,7 +259,7 @@ def _is_plain(value: Any) -> bool:
         return False
 
 
-def _same_form(problem: Problem, where: str, first: Problem, first_where: str) -> None:
+def _same_form(where: str, problem: Problem, first_where: str, first: Problem) -> None:
     """Refuse a problem whose columns or kind of prompt differ from the first's."""
     kind, first_kind = (
         "texts" if isinstance(prompt, str) else "chat messages" for prompt, _ in (problem, first)
@@ -169,19 +276,17 @@ def _same_form(problem: Problem, where: str, first: Problem, first_where: str) -
         )
 
 
-def _split_off(prompts: Sequence[bytes], num_held_out: int, source: str) -> set[int]:
-    """Return the indices of the held-out rows, from digests of all prompts."""
-    if num_held_out < 1:
+def _digest(prompt: PromptContent) -> bytes:
+    return hashlib.sha256(json.dumps(prompt, sort_keys=True).encode()).digest()
+
+
+def _held_out(digests: Sequence[bytes], num_held_out: int, source: str) -> set[bytes]:
+    """Return the digests of held-out prompts, from those of all prompts."""
+    bound = max(sorted(digests)[:num_held_out], default=b"")
+    if bound in (b"", max(digests)):
         raise ValueError(
-            f"task.num_eval_prompts={num_held_out}: {source} has no test split, so the number of "
-            "rows to hold out is needed. Set --config.task.num_eval_prompts=100"
+            f"task.num_eval_prompts={num_held_out}: {source} has {len(digests)} rows and no test "
+            "split, so no row is held out, or none is left to train on. Set a smaller number, but "
+            "at least 1, or give a folder with train.jsonl and test.jsonl"
         )
-    bound = sorted(prompts)[:num_held_out][-1]
-    held_out = {i for i, digest in enumerate(prompts) if digest <= bound}
-    if len(held_out) == len(prompts):
-        raise ValueError(
-            f"task.num_eval_prompts={num_held_out}: {source} has {len(prompts)} rows and no test "
-            "split, so no row is left to train on. Lower it, or give a folder with train.jsonl and "
-            "test.jsonl"
-        )
-    return held_out
+    return {digest for digest in digests if digest <= bound}

@@ -2,7 +2,7 @@
 """The `gsm8k` task: grade-school word problems, with our prompts or those of the paper's code."""
 
 from tba_jax.rewards.numeric import gsm8k_gold, last_number
-from tba_jax.tasks.rows import RowTask
+from tba_jax.tasks.published import RowTask
 
 
 class GSM8K(RowTask):

@@ -4,11 +4,8 @@
 Invariant: MATH-500 problems are never trained on.
 """
 
-from collections.abc import Iterator
-
 from tba_jax.rewards.numeric import last_boxed
-from tba_jax.tasks.rows import Row, RowTask
-from tba_jax.tasks.task import Split
+from tba_jax.tasks.published import RowTask
 
 
 class HendrycksMath(RowTask):
@@ -28,15 +25,9 @@ class HendrycksMath(RowTask):
     text = f"Problem:\n{message}\n\nSolution:"
     columns = ("problem", "solution")
     # The 12,000 problems outside MATH-500, and MATH-500 itself.
+    # Two publishers made the two data sets: some problems are in both.
     hub = {"train": "hf://nlile/hendrycks-MATH-benchmark", "eval": "hf://HuggingFaceH4/MATH-500"}
-
-    def read(self, split: Split) -> Iterator[Row]:
-        rows = super().read(split)
-        if self._data_path or split == "eval":
-            return rows
-        # Two publishers made the two data sets: remove problems that are in both.
-        held_out = {row["problem"] for row in self.rows("eval")}
-        return (row for row in rows if row["problem"] not in held_out)
+    is_disjoint = True
 
     def response_kind(self, text: str) -> str:
         return "unboxed" if last_boxed(text) is None else "boxed"

@@ -25,10 +25,6 @@ class ReasoningGym(Task):
     The splits have different seeds; a data set with few possible problems may still produce the
     same problem in both.
 
-    Args:
-        dataset: name in reasoning-gym, such as "chain_sum".
-        chat: whether to format prompts as user messages.
-
     Raises:
         ValueError: the package or the data set is missing, or the data set cannot be used.
     """
@@ -38,8 +34,9 @@ class ReasoningGym(Task):
     has_chat = makes_problems = True
     sizes = {"train": 10_000, "eval": 1_000}
 
-    def __init__(self, dataset: str, chat: bool) -> None:
-        self.name = f"reasoning_gym:{dataset}"
+    def __init__(self, settings: Any) -> None:
+        super().__init__(settings)
+        self.name, dataset = settings.name, settings.name.partition(":")[2]
         try:
             # An import statement would make type checkers import this module itself.
             package: Any = importlib.import_module("reasoning_gym")
@@ -54,7 +51,7 @@ class ReasoningGym(Task):
                 f"task.name={self.name}: reasoning-gym has no such data set. Choose one of "
                 f"{', '.join(names)}"
             )
-        self._dataset, self._chat, self._create = dataset, chat, package.create_dataset
+        self._dataset, self._chat, self._create = dataset, settings.chat, package.create_dataset
         self._made = functools.cache(self._make)
         first, again = (
             [data[i]["question"] for i in range(16)]

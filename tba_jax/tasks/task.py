@@ -31,6 +31,8 @@ class Task:
             length.
         has_one_prompt: whether the task has a single prompt, which every searcher must draw.
         metrics: names of further metric functions of `evaluation`.
+        data_sets: names of several data sets, which have metrics of their own.
+        chat_options: options of the chat template, as in `task.chat`.
     """
 
     name = ""
@@ -42,6 +44,13 @@ class Task:
     makes_problems: ClassVar[bool] = False
     has_one_prompt: ClassVar[bool] = False
     metrics: ClassVar[tuple[str, ...]] = ()
+    data_sets: tuple[str, ...] = ()
+    chat_options: Mapping[str, Any] = {}
+
+    def __init__(self, settings: Any = None) -> None:
+        """Take `TaskSettings`; tasks without data need none."""
+        if settings is not None:
+            self.chat_options = settings.chat_options
 
     def size(self, split: Split) -> int:
         """Return the number of problems of a split."""
@@ -50,6 +59,10 @@ class Task:
     def problem(self, split: Split, index: int) -> Problem:
         """Return a problem of a split."""
         raise NotImplementedError
+
+    def place(self, split: Split, index: int) -> str:
+        """Return the place of a problem, such as file and line, for messages."""
+        return f"{split} problem {index} of task {self.name}"
 
     def first_row(self) -> tuple[str, Mapping[str, Any]]:
         """Return text and columns of the first held-out problem; a chat is the column `prompt`."""

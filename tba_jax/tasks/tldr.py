@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The `tldr` task: summaries of Reddit posts, for preference tuning with a reward model."""
 
-from tba_jax.tasks.rows import RowTask
-from tba_jax.tasks.task import Problem, Split, chat
+from typing import Any
+
+from tba_jax.tasks.published import RowTask
 
 
 class TLDR(RowTask):
@@ -30,12 +31,9 @@ class TLDR(RowTask):
     hub = {"train": "hf://trl-lib/tldr", "eval": "hf://trl-lib/tldr"}
     hub_eval_split = "validation"
 
-    def problem(self, split: Split, index: int) -> Problem:
-        prompt, columns = super().problem(split, index)
-        if not isinstance(prompt, list):
-            return prompt, columns
-        asked = prompt[0]["content"].removesuffix("TL;DR:").rstrip()
-        return chat(asked, {"answer": columns["answer"]})
+    def _read(self, row: dict[str, Any], where: str) -> tuple[str, dict[str, Any]]:
+        prompt, columns = super()._read(row, where)
+        return prompt.removesuffix("TL;DR:").rstrip() if self._chat else prompt, columns
 
     def response_kind(self, text: str) -> str:
         return "several_paragraphs" if "\n" in text.strip() else "one_paragraph"

@@ -2,11 +2,13 @@
 """Supervised fine-tuning: it learns the responses, ends them, and refuses unusable files."""
 
 import json
+from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
 from fake_models import load_folder, scored_tokens
+from qwen_tokenizer import qwen_like_tokenizer
 
 from tba_jax.commands import sft
 from tba_jax.commands.entry_point import run_command
@@ -16,6 +18,10 @@ from tba_jax.models import model as models
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.run.model_parts import START_MODEL
 from tba_jax.settings import ConfigError
+from tba_jax.tasks.examples import read_examples
+
+# The chat template of Qwen3-8B, byte for byte (Apache 2.0).
+QWEN3 = Path(__file__).parents[1] / "data" / "qwen3.jinja"
 
 
 def write_rows(path, rows):
@@ -46,6 +52,46 @@ def test_the_model_learns_to_write_its_responses_and_to_end_them(tmp_path, capsy
         sft.main(arguments)
 
 
+USER, THOUGHT = {"role": "user", "content": "7+5"}, "<think>\nhm\n</think>\n\n12<|im_end|>"
+ROWS = [
+    {"prompt": "7+5", "completion": "<think>hm</think>12"},
+    {"messages": [USER, {"role": "assistant", "content": "<think>\nhm\n</think>\n\n12"}]},
+    {
+        "prompt": [USER],
+        "completion": [{"role": "assistant", "reasoning_content": "hm", "content": "12"}],
+    },
+]
+
+
+def test_an_answer_is_trained_on_with_its_thinking(tmp_path):
+    """With Qwen3's template, and with one that drops thinking everywhere."""
+    qwen_like_tokenizer(tmp_path)
+    template = tmp_path / "chat_template.jinja"
+    template.write_text(QWEN3.read_text())
+    tokenizer, data = Tokenizer.load(tmp_path), write_rows(tmp_path / "a.jsonl", ROWS)
+
+    def texts(source, chat):
+        rows = read_examples(str(source), "train", tokenizer, chat)
+        return [[tokenizer.decode(part, skip_special=False) for part in row] for row in rows]
+
+    asked = "<|im_start|>user\n7+5<|im_end|>\n<|im_start|>assistant\n"
+    assert texts(data, True) == [[asked, THOUGHT]] * 3
+    answer = write_rows(tmp_path / "b.jsonl", [{"prompt": "7+5", "completion": "12"}])
+    assert texts(answer, "enable_thinking=False") == [
+        [f"{asked}<think>\n\n</think>\n\n", "12<|im_end|>"]
+    ]
+    with pytest.raises(
+        ValueError, match=r"b.jsonl, line 1: the chat template reads no \['thinks'\]"
+    ):
+        texts(answer, "thinks=False")
+    template.write_text(
+        "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"
+        "{% if add_generation_prompt %}<think>\n{% endif %}"
+    )
+    tokenizer = Tokenizer.load(tmp_path)
+    assert texts(data, True)[1] == ["7+5<think>\n", THOUGHT.removeprefix("<think>\n")]
+
+
 @pytest.fixture(scope="module")
 def examples_file(tmp_path_factory):
     texts = [f"{a}+{b}" for a in range(1, 8) for b in (3, 45)]
@@ -61,7 +107,7 @@ def tuned(examples_file, *flags):
     given = [f"--config.{name}={value}" for name, value in values.items()]
     args, config = sft._arguments([*arguments, *given, "--eval_share=0.3", *flags])
     source = models.describe(str(START_MODEL))
-    found = sft._examples(args.data, args.eval_share, config.seed, source.load_tokenizer())
+    found = sft._examples(args.data, args.eval_share, config, source.load_tokenizer())
     return sft.fine_tune(source, *found, config)
 
 
@@ -81,7 +127,7 @@ def test_packed_rows_on_a_mesh_give_the_same_losses(plain, examples_file):
 
 def test_the_evaluation_is_the_mean_over_held_out_tokens_of_all_batches(plain, examples_file):
     source = models.describe(str(START_MODEL))
-    _, held_out = sft._examples(str(examples_file), 0.3, 0, source.load_tokenizer())
+    _, held_out = sft._examples(str(examples_file), 0.3, sft.DEFAULTS, source.load_tokenizer())
     assert len(held_out) == 4
     params, num = source.load_params(), sum(len(x.response) for x in held_out)
     total = -sum(scored_tokens(source.config, params, *x[:2]).sum() for x in held_out)

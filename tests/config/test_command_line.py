@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`--config` and `--config.FIELD=VALUE` mean the same in every command."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -18,12 +19,16 @@ MATH = f"--config={ROOT / 'configs' / 'math.py'}"
 
 
 def test_a_file_a_preset_and_fields_that_override_it():
-    given = ["--config.objective.beta=0.02", "--config.task.chat=True"]
-    config = override(None, [MATH + ":gsm8k", *given])
+    config = override(None, [MATH + ":gsm8k", "--config.objective.beta=0.02"])
     assert (config.name, config.num_steps) == ("math/gsm8k", 700)
-    assert (config.objective.beta.plain, config.task.chat) == (0.02, True)
+    assert config.objective.beta.plain == 0.02
     config = override(Config(), ["--config.num_steps=7"])
     assert difference(flatten(Config()), flatten(config)) == ["num_steps: 100 -> 7"]
+    # A taskset is its own data, unless other data is named.
+    task = override(None, [MATH, "--config.task.environment=verifiers:sums"]).task
+    assert (task.name, task.data_path) == ("custom", "verifiers:sums")
+    assert dataclasses.replace(task, data_path="a").replaced({"name": "math"}).data_path == "a"
+    assert task.replaced({"environment": "verifiers:b"}).data_path == "verifiers:b"
 
 
 @pytest.mark.parametrize(
@@ -32,6 +37,8 @@ def test_a_file_a_preset_and_fields_that_override_it():
         ("search.stop_ids=5", (5,)),
         ("task.reward_weights=1,0.5", (1.0, 0.5)),
         ("lora.modules=q,v", ("q", "v")),
+        ("task.chat=True", True),
+        ("task.chat=thinks=False", "thinks=False"),
         ("replay.priority_temperature=inf", float("inf")),
     ],
 )

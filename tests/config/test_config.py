@@ -93,6 +93,10 @@ def test_no_field_is_dead():
         ({"search.exact_lag": 2}, "search.exact_lag = 2: with driver=async the staleness of data"),
         ({"replay.max_staleness": 1, "sync_period": 4}, "are up to 3 steps stale at their"),
         ({"task.name": "custom"}, "task.data_path = '': task custom needs data"),
+        (
+            {"task.name": "math", "task.chat": "yes"},
+            "task.chat = 'yes': must be True, False, or op",
+        ),
         ({"task.reward": "a:f,b:g", "task.reward_weights": (1.0,)}, "reward names 2 functions"),
         ({"search.explore": (0.5, 1.5, 1.0)}, "search.explore = .*two ascending temperatures"),
         ({"task.name": "redteam", "victim.template": "{question}"}, "contain .attack. once"),

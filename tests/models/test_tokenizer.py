@@ -126,7 +126,7 @@ def test_chat_messages_that_do_not_fit_are_one_clear_error(tmp_path):
     for messages, message in (
         ([{"role": "system", "content": "a"}], r"refuses the messages \(no system role here\)"),
         ([{"role": "user", "text": "a"}], r"'text': 'a'.*each with 'role' and 'content'"),
-        ([], "wanted at least one"),
+        ([], "wanted some, each"),
     ):
         with pytest.raises(ValueError, match=message):
             tokenizer.format_chat(messages)

@@ -21,6 +21,7 @@ from tba_jax.search.config import SearchSettings
 from tba_jax.search.prompts import PromptReader, Prompts
 from tba_jax.search.start_data import GivenScorer, load_start_tickets
 from tba_jax.tasks.arithmetic import Arithmetic
+from tba_jax.tasks.config import TaskSettings
 from tba_jax.tasks.task import Task
 
 
@@ -148,6 +149,15 @@ def write(tmp_path, *rows):
     path = tmp_path / "start.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
+
+
+def test_a_prompt_with_a_token_that_the_model_lacks_is_named_with_its_line(tmp_path):
+    path = write(tmp_path, *({"prompt": text} for text in ("1", "2", "2+9")))
+    tokenizer = Tokenizer.load(str(START_MODEL))
+    tokenizer._num_rows = int(tokenizer.encode("9", add_bos=False)[0])
+    reader = PromptReader(TaskSettings("custom", path, num_eval_prompts=1).open(), tokenizer, 40)
+    with pytest.raises(ValueError, match=r"start.jsonl, line 3: .* token '9' has id"):
+        reader.check_all()
 
 
 def load(path, tokenizer, **changes):

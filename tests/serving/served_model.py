@@ -56,7 +56,7 @@ class ServedModel:
         ids = {"eos_ids": self.tokenizer.eos_ids, "pad_id": self.tokenizer.pad_id}
         limits = {"prompt_tokens": MAX_LENGTH, "max_length": MAX_LENGTH}
         self.decoder = Decoder(self.config, compute_dtype=jnp.float32, **ids, **limits)
-        chat = make_chat_format(self.tokenizer, "")
+        chat = make_chat_format(self.tokenizer, "", {})
         self.served = Served("start", self.tokenizer, chat, ids["eos_ids"], MAX_LENGTH)
         self.faults, self.always, self.calls = [], "", []  # calls of routes that load weights
         self.loaded, self.entries = {}, []  # queues of adapters; all queues with their sessions

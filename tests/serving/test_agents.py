@@ -12,6 +12,7 @@ import pytest
 from agents_for_tests import complete
 from fake_models import START_MODEL_LOGIT, logprob_bound, scored_tokens
 from qwen_tokenizer import qwen_like_tokenizer
+from served_model import TEMPLATE, folder_with_template
 
 from tba_jax.config.schema import make_config
 from tba_jax.decoding.requests import SamplingSettings
@@ -20,6 +21,7 @@ from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards.scores import Score
 from tba_jax.run.task_parts import make_environments
+from tba_jax.search.prompts import PromptReader
 from tba_jax.serving.chat import Chat, ChatFormat
 from tba_jax.serving.protocol import ApiError
 from tests.environments.fake_sessions import all_played
@@ -97,6 +99,10 @@ def test_a_template_that_drops_thinking_continues_no_turn_that_it_would_change(t
     tokenizer = Tokenizer.load(tmp_path)
     chat_format, user = ChatFormat(tokenizer), {"role": "user", "content": "7+5"}
     prompt = chat_format.prompt(Chat([user]))
+    quick = ChatFormat(tokenizer, {"enable_thinking": False})
+    assert tokenizer.decode(quick.prompt(Chat([user]))).endswith("<think>\n\n</think>\n\n")
+    thinks = Chat([user], variables={"enable_thinking": True})
+    np.testing.assert_array_equal(quick.prompt(thinks), prompt)
     turn = tokenizer.encode("<think>\nhm\n</think>\n\n12<|im_end|>", add_bos=False)
     chat = [user, {"role": "assistant", "content": tokenizer.decode(turn)}]
     # The template keeps the thinking of a turn up to the next message of the user.
@@ -105,6 +111,20 @@ def test_a_template_that_drops_thinking_continues_no_turn_that_it_would_change(t
     before = np.concatenate([prompt, turn])
     np.testing.assert_array_equal(found[: len(before)], before)
     assert "<tool_response>\n1+1\n</tool_response>" in tokenizer.decode(found)
+
+
+def test_options_of_the_template_reach_prompts_and_agents(tmp_path):
+    tokenizer = Tokenizer.load(folder_with_template(tmp_path / "model", TEMPLATE))
+    data = tmp_path / "a.jsonl"
+    data.write_text('{"prompt": "7+5"}\n{"prompt": "9"}\n')
+    own = {"task.name": "custom", "task.data_path": str(data), "task.chat": "ending=1"}
+    own |= {"task.environment": f"{FILE}:talk", "task.num_eval_prompts": 1}
+    config = make_config({**CHANGES, **own})
+    (first,), _ = PromptReader(config.task.open(), tokenizer, 40).held_out(1)
+    with contextlib.closing(make_environments(config, tokenizer)) as pool:
+        chat = Chat([{"role": "user", "content": first.text.removesuffix("=1")}])
+        np.testing.assert_array_equal(pool.served.chat.prompt(chat), first.tokens)
+    assert first.text.endswith("=1")
 
 
 # The first four have a worker each; the others share workers with an episode that fails.

@@ -7,7 +7,6 @@ The variables are TBA_JAX_TRL, TBA_JAX_VERIFIERS and TBA_JAX_OPENENV (docs/guide
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,16 +14,15 @@ import pytest
 from fake_models import START_MODEL_LOGIT, logprob_bound, scored_tokens
 from served_model import TEMPLATE, folder_with_template
 
-from tba_jax.environments import verifiers_bridge
 from tests.integration import commands
 
 SCRIPT = Path(__file__).with_name("real_clients.py")
 pytestmark = pytest.mark.slow
 
 
-def client(python, *arguments, script=SCRIPT):
-    """Standard output of a script that another interpreter runs."""
-    command = [python, "-P", str(script), *map(str, arguments)]
+def client(python, *arguments):
+    """Standard output of the script, which another interpreter runs."""
+    command = [python, "-P", str(SCRIPT), *map(str, arguments)]
     env = os.environ | {"PYTHONPATH": ""}
     done = subprocess.run(command, capture_output=True, text=True, timeout=170, env=env)
     assert done.returncode == 0, done.stderr
@@ -54,16 +52,15 @@ def test_training_clients_get_the_tokens_and_log_probs_of_the_model(name, num, p
 @pytest.mark.timeout(900)
 def test_a_taskset_of_verifiers_is_the_data_and_the_environment_of_a_run(tmp_path, monkeypatch):
     """Episodes of two paths: the harness drops its history after a turn."""
-    python, data, workdir = (tmp_path / name for name in ("python", "a.jsonl", "run"))
+    python, workdir = tmp_path / "python", tmp_path / "run"
     path = f"PYTHONPATH={SCRIPT.parent} exec {python_of('verifiers')}"
     python.write_text(f'#!/bin/sh\n{path} "$@"\n')
     python.chmod(0o700)
     monkeypatch.setenv("TBA_JAX_VERIFIERS", str(python))
-    data.write_text(client(sys.executable, "real_clients", script=verifiers_bridge.__file__))
     # The prompts of chats begin with the token of the beginning.
     folder = folder_with_template(tmp_path / "model", "{{ bos_token }}" + TEMPLATE)
-    task = f"task.name=custom task.data_path={data} task.chat=True task.num_eval_prompts=1 "
-    task += f"task.environment=verifiers:real_clients model.path={folder} eval.period=0 "
+    task = f"task.environment=verifiers:real_clients model.path={folder} eval.period=0 "
+    task += "task.num_eval_prompts=1 "
     size = "num_steps=1 batch.num_prompts=1 objective.group_size=2 reward.timeout_s=300 "
     size += "search.samples_per_prompt=2 search.num_slots=2 search.max_new_tokens=60"
     done = commands.run(

@@ -180,6 +180,7 @@ REFUSED = [
     (TEXT, ONE | {"model": "gpt"}, 404, "does not exist"),
     (GENERATE, {"token_ids": [-1]}, 400, "token_ids = [-1]: wanted a list of token IDs"),
     (CHAT, {"messages": MESSAGES, "tools": [{}]}, 400, "tools: the tool format"),
+    (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"x": 1}}, 400, "reads no ['x']"),
     *(
         (CHAT, {"messages": MESSAGES, x: 5}, 400, f"{x} = 5: the parameter is not supported")
         for x in UNSUPPORTED.split()

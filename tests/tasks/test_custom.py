@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from opened_tasks import get_task
 
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.rewards.scores import Grader, Score
-from tba_jax.tasks.mixture import data_sets
-from tba_jax.tasks.registry import get_task
+from tba_jax.tasks.config import template_options
+from tba_jax.tasks.custom import data_sets
 
 
 def write(path, rows):
@@ -46,8 +47,8 @@ def test_rows_are_held_out_by_their_prompts_alone(tmp_path):
     path = write(tmp_path / "b.jsonl", rows[::-1])
     assert {p for p, _ in problems(get_task("custom", path, 10))[1]} == {p for p, _ in held_out}
     path = write(tmp_path / "c.jsonl", rows[:3])
-    for num, message in ((0, "has no test split"), (3, "has 3 rows and no test split, so no row")):
-        with pytest.raises(ValueError, match=f"task.num_eval_prompts={num}: .* {message}"):
+    for num in (0, 3):
+        with pytest.raises(ValueError, match=f"prompts={num}: .* has 3 rows and no test split"):
             get_task("custom", path, num).size("train")
 
 
@@ -117,10 +118,23 @@ def test_weights_are_shares_of_a_pass_that_has_every_row(both):
     assert len({str(prompt) for prompt, _ in problems}) == 38 + 8
     held_out = [task.problem("eval", i) for i in range(task.size("eval"))]
     assert [columns["data_set"] for _, columns in held_out] == ["a", "b", "a", "b"]
+    where = task.place(
+        "train", problems.index(("b7", {"answer": None, "hint": "h", "data_set": "b"}))
+    )
+    assert where == f"{b}, line 8"
     # Functions see the columns of all sets.
     assert all(set(columns) == {"answer", "hint", "data_set"} for _, columns in problems)
     # Without weights, every row occurs once.
     assert get_task("custom", ",".join(both), 2).size("train") == 39 + 9
+
+
+def test_options_of_the_chat_template():
+    found = template_options("thinks=false, effort=low, n=[1, 'a, b']")
+    assert found == {"thinks": False, "effort": "low", "n": [1, "a, b"]}
+    assert template_options(True) == template_options("True") == {}
+    for text in ("yes", "a", "a=", "a=1)+f(b=2", "1, a=2", "a=f()"):
+        with pytest.raises(ValueError, match="--chat = .*: must be True, False, or options"):
+            template_options(text, "--chat")
 
 
 def test_rewards_are_reported_for_each_set():
@@ -140,11 +154,10 @@ def test_rewards_are_reported_for_each_set():
 def test_weights_names_and_forms_of_sets_must_agree(both, tmp_path):
     with pytest.raises(ValueError, match="some data sets have a weight and some have none"):
         data_sets("a.jsonl:0.5,b.jsonl")
-    assert data_sets("hf://name:main") == [("hf://name:main", 0.0)]
+    assert data_sets("hf://name:main") == {"hf://name:main": 0.0}
     (tmp_path / "other").mkdir()
     same = write(tmp_path / "other" / "a.jsonl", [{"prompt": "x"}, {"prompt": "y"}])
     with pytest.raises(ValueError, match="two have the same name"):
         get_task("custom", f"{both[0]},{same}", 2)
     chat = write(tmp_path / "c.jsonl", [{"prompt": CHAT}, {"prompt": [*CHAT, *CHAT]}])
-    with pytest.raises(ValueError, match="prompts of a are texts and those of c are chat"):
-        get_task("custom", f"{both[0]},{chat}", 2).problem("train", 0)
+    assert get_task("custom", f"{both[0]},{chat}", 2).problem("train", 0)[0][0]["role"] == "user"

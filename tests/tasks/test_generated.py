@@ -7,11 +7,11 @@ import re
 import sys
 
 import pytest
+from opened_tasks import get_task
 
 from tba_jax.rewards.functions import RewardPool
 from tba_jax.rewards.scores import Completion
 from tba_jax.tasks import arithmetic, tldr_toy
-from tba_jax.tasks.registry import get_task
 
 TASK = arithmetic.Arithmetic()
 
@@ -85,7 +85,8 @@ def test_answers_are_scored_by_the_data_set(chain_sum):
 
 def test_rows_of_the_data_set_are_prompts_with_a_human_reference(tmp_path):
     row = {"prompt": "SUBREDDIT: r/x\n\nPOST: long\n\nTL;DR:", "completion": " short"}
-    (tmp_path / "train.jsonl").write_text(json.dumps(row) + "\n")
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text(json.dumps(row) + "\n")
     task = get_task("tldr", str(tmp_path))
     assert task.problem("train", 0) == (row["prompt"], {"answer": " short"})
     assert task.response_kind(" one\ntwo") == "several_paragraphs"

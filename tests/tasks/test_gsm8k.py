@@ -6,19 +6,22 @@ import sys
 import types
 
 import pytest
+from opened_tasks import get_task
 
-from tba_jax.tasks.registry import TASKS, get_task
+from tba_jax.settings import ConfigError
+from tba_jax.tasks.config import TaskSettings
+from tba_jax.tasks.registry import TASKS
 
 GSM8K = os.path.join(os.path.dirname(__file__), "..", "..", "..", "shared", "data", "gsm8k")
 needs_gsm8k = pytest.mark.skipif(not os.path.isdir(GSM8K), reason="../shared/data/gsm8k is absent")
 
 
 def test_registry_is_what_the_config_allows():
-    assert [get_task(name, "").name for name in TASKS] == list(TASKS)
+    assert [get_task(name).name for name in TASKS] == list(TASKS)
     with pytest.raises(ValueError, match="'gsm9k' is unknown. Choose one of arithmetic, custom,"):
-        get_task("gsm9k", "")
-    with pytest.raises(ValueError, match="task arithmetic generates its own problems"):
-        get_task("arithmetic", "/data")
+        get_task("gsm9k")
+    with pytest.raises(ConfigError, match="task arithmetic generates its own problems"):
+        TaskSettings("arithmetic", "/data").check()
 
 
 @needs_gsm8k

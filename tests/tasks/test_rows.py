@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows from JSON lines, Parquet and the hub, and the place that each is from."""
 
+import datetime
+import json
 import os
 import sys
 import types
@@ -45,7 +47,12 @@ def test_parquet_files_and_shards_are_read_in_order(tmp_path):
     assert has_split(str(tmp_path), "test")
     names = [f"{tmp_path}/train-0000{i}-of-00002.parquet, row 0" for i in (0, 1)]
     assert list(read_rows(str(tmp_path), "train")) == [*zip(names, ROWS, strict=True)]
-    with pytest.raises(ValueError, match=r"test\.parquet cannot be read as Parquet \("):
+    dated = pyarrow.Table.from_pylist([{"seen": [datetime.date(2026, 1, 2)]}])
+    parquet.write_table(dated, f"{tmp_path}/dated.parquet")
+    assert [row for _, row in read_rows(f"{tmp_path}/dated.parquet", "train")] == [
+        {"seen": ["2026-01-02"]}
+    ]
+    with pytest.raises(ValueError, match=r"test\.parquet cannot be read \("):
         list(read_rows(str(tmp_path), "test"))
 
 
@@ -58,6 +65,24 @@ def test_a_pipe_and_a_split_in_two_formats_are_refused(tmp_path):
     (tmp_path / "train.parquet").write_bytes(b"")
     with pytest.raises(ValueError, match=r"has both .*train\.jsonl and .*train\.parquet, so the"):
         list(read_rows(str(tmp_path), "train"))
+
+
+def test_a_taskset_of_verifiers_has_rows_of_both_splits(tmp_path, monkeypatch):
+    python = tmp_path / "python"  # in the place of an interpreter with verifiers
+    rows = [
+        {"prompt": "a", "task": 0, "split": "test"},
+        {"prompt": "b", "task": 1, "split": "train"},
+    ]
+    lines = "".join(f"echo '{json.dumps(row)}'\n" for row in rows)
+    python.write_text(
+        f"#!/bin/sh\necho loading\n{lines}[ $3 != sums ] && echo absent >&2 && exit 1\nexit 0"
+    )
+    python.chmod(0o700)
+    monkeypatch.setenv("TBA_JAX_VERIFIERS", str(python))
+    assert list(read_rows("verifiers:sums", "train")) == [("verifiers:sums, task 1", rows[1])]
+    assert has_split("verifiers:sums", "test")
+    with pytest.raises(ValueError, match=r"verifiers:other cannot be read \(absent\). Install the"):
+        has_split("verifiers:other", "test")
 
 
 def test_hub_names_carry_a_configuration(monkeypatch):
