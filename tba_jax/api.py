@@ -217,7 +217,7 @@ class SavedRun:
         """Valid names for `plot`."""
         from tba_jax.report.figures import FIGURES
 
-        return tuple(figure.name for figure in FIGURES)
+        return tuple(FIGURES)
 
     def plot(self, name: str, *, dpi: int = 110) -> Picture:
         """Return a figure of the report.
@@ -227,10 +227,9 @@ class SavedRun:
         """
         from tba_jax.report.figures import FIGURES, to_png
 
-        draw = {figure.name: figure.draw for figure in FIGURES}
-        if name not in draw:
-            raise ValueError(f"no plot {name!r}; there are {', '.join(draw)}")
-        if (figure := draw[name](self._files)) is None:
+        if name not in FIGURES:
+            raise ValueError(f"no plot {name!r}; there are {', '.join(FIGURES)}")
+        if (figure := FIGURES[name](self._files)) is None:
             raise ValueError(f"{self.workdir} has no data for the plot {name!r} yet")
         return Picture(to_png(figure, dpi))
 

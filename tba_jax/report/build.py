@@ -24,11 +24,11 @@ def write_report(run: Run) -> Path:
     folder = run.workdir / "plots"
     folder.mkdir(exist_ok=True)
     pictures: dict[str, bytes] = {}
-    for figure in FIGURES:
-        file = folder / f"{figure.name}.png"
-        if drawn := figure.draw(run):
-            pictures[figure.name] = to_png(drawn)
-            write_whole(file, pictures[figure.name])
+    for name, draw in FIGURES.items():
+        file = folder / f"{name}.png"
+        if figure := draw(run):
+            pictures[name] = to_png(figure)
+            write_whole(file, pictures[name])
         else:
             file.unlink(missing_ok=True)
     write_whole(run.workdir / "trace.json", render_trace(run).encode())

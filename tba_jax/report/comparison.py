@@ -91,8 +91,6 @@ def draw_curves(grouped: Sequence[RunGroup], metric: str, axis: str) -> "Figure"
         metric: key of metrics.jsonl.
         axis: a key of `_AXES`.
     """
-    from matplotlib.ticker import EngFormatter
-
     figure, (axes,) = figures.new_axes((5.0, 2.6))
     is_evaluation = metric.startswith("eval/")
     for j, group in enumerate(grouped):
@@ -109,14 +107,8 @@ def draw_curves(grouped: Sequence[RunGroup], metric: str, axis: str) -> "Figure"
             axes.plot(x, mean, linewidth=2.2, color=color)
         for x, y in curves:
             axes.plot(x, y, color=color, **single)
-    if is_evaluation and is_share(metric.removeprefix("eval/")):
-        figures.percent_axis(axes)
-    if axis == "time":
-        figures.time_axis(axes)
-    elif axis == "step":
-        figures.step_axis(axes)
-    else:
-        axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    has_shares = is_evaluation and is_share(metric.removeprefix("eval/"))
+    figures.format_axes(axes, axis, is_share=has_shares)
     axes.set_xlabel(_AXES[axis][1])
     return figure
 

@@ -1,26 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """The figures of a report, drawn from metrics.jsonl: functions from a run to a matplotlib Figure.
 
-To add a figure, add a record to `FIGURES`. The page, `plots/` and `python -m tba_jax.report` then
-include it. matplotlib is imported on first use, because its import would slow every start. Figures
-use no global state (no pyplot), so they may be drawn in any thread.
+To add a figure, add its function to `FIGURES` and its title to templates/report.html. matplotlib is
+imported on first use, because its import would slow every start. Figures use no global state (no
+pyplot), so they may be drawn in any thread.
 """
 
 import io
 import re
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tba_jax.report.files import Run
-from tba_jax.report.words import (
-    format_duration,
-    held_out,
-    is_share,
-    metric_label,
-    spaced_metric,
-)
+from tba_jax.report.words import format_duration, is_share, spaced_metric
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -100,22 +94,19 @@ def new_axes(
     return figure, axes
 
 
-def percent_axis(axes: "Axes") -> None:
-    from matplotlib.ticker import PercentFormatter
+def format_axes(axes: "Axes", x: str = "step", *, is_share: bool = False) -> None:
+    """Format the ticks of an x axis of steps, tokens or the time, and of a y axis of shares."""
+    from matplotlib import ticker
 
-    axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0, symbol=" %"))
-
-
-def time_axis(axes: "Axes") -> None:
-    from matplotlib.ticker import FuncFormatter
-
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda seconds, _: format_duration(seconds)))
-
-
-def step_axis(axes: "Axes") -> None:
-    from matplotlib.ticker import MaxNLocator
-
-    axes.xaxis.set_major_locator(MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
+    if is_share:
+        axes.yaxis.set_major_formatter(ticker.PercentFormatter(1.0, decimals=0, symbol=" %"))
+    if x == "step":
+        axes.xaxis.set_major_locator(ticker.MaxNLocator("auto", steps=[1, 2, 5, 10], integer=True))
+    elif x == "tokens":
+        axes.xaxis.set_major_formatter(ticker.EngFormatter(sep=""))
+    elif x == "time":
+        seconds = ticker.FuncFormatter(lambda seconds, _: format_duration(seconds))
+        axes.xaxis.set_major_formatter(seconds)
 
 
 def panels(
@@ -144,10 +135,10 @@ def panels(
             each.plot(x, smooth(y), color=color, linewidth=2.2 if len(curves) == 1 else 1.4)
         each.set_title(title, loc="left", fontsize=9.5, color=_TEXT)
         each.margins(y=0.12)
-        if title.startswith("share of "):
+        is_share = title.startswith("share of ")
+        if is_share:
             each.set_ylim(0, 1.04)
-            percent_axis(each)
-        step_axis(each)
+        format_axes(each, is_share=is_share)
         if i >= len(found) - columns:
             each.set_xlabel("optimiser step")
     return figure
@@ -173,9 +164,7 @@ def accuracy(run: Run) -> "Figure | None":
         text = spaced_metric(metric, values[i])
         axes.annotate(text, (steps[i], values[i]), color=_TEXT, **place, **style)
     axes.margins(0.1, 0.25)  # room for the annotations
-    if is_share(metric):
-        percent_axis(axes)
-    step_axis(axes)
+    format_axes(axes, is_share=is_share(metric))
     axes.set_xlabel("optimiser step")
     return figure
 
@@ -213,7 +202,7 @@ def staleness(run: Run) -> "Figure | None":
     ticks = [*range(0, last, -(-last // 10)), last]
     axes.set_xticks(ticks, [*map(str, ticks[:-1]), f"{last}{'+' * bool(values.max() > last)}"])
     axes.set_xlabel("steps between the weights that sampled a response and its use")
-    percent_axis(axes)
+    format_axes(axes, "", is_share=True)
     return figure
 
 
@@ -249,65 +238,12 @@ def by_staleness(run: Run) -> "Figure | None":
     return figure
 
 
-class ReportFigure(NamedTuple):
-    """One figure of a report.
-
-    Attributes:
-        name: stem of the file plots/NAME.png.
-        section: section of the page, "learned" or "healthy".
-        title, text: text above the figure, or a function from the run to that text.
-        draw: function from run to the figure; None if the run has nothing to draw.
-    """
-
-    name: str
-    section: str
-    title: str | Callable[[Run], str]
-    text: str | Callable[[Run], str]
-    draw: "Callable[[Run], Figure | None]"
-
-
-def _headline_text(run: Run) -> str:
-    n = run.evals[-1].get("n") if len(run.evals) > 1 else None
-    problems = held_out(n) if n else "held-out problems"
-    bars = " Bars: 90 % interval." if n and is_share(run.metric) else ""
-    name = metric_label(run.metric)
-    return f"{name[0].upper()}{name[1:]} on {problems}, {run.decoding}.{bars}"
-
-
-FIGURES = (
-    ReportFigure(
-        "accuracy",
-        "learned",
-        lambda run: (
-            "Accuracy" if run.metric == "pass_at_1" else metric_label(run.metric).capitalize()
-        ),
-        _headline_text,
-        accuracy,
-    ),
-    ReportFigure("reward", "learned", "Reward", "Mean reward of sampled responses.", reward),
-    ReportFigure(
-        "habits", "learned", "How it answers", "What the searchers sample, by step.", habits
-    ),
-    ReportFigure(
-        "staleness",
-        "learned",
-        "Staleness of the training data",
-        "Share of the responses trained on, by the age of the weights that sampled them.",
-        staleness,
-    ),
-    ReportFigure(
-        "optimisation",
-        "healthy",
-        "Optimisation",
-        "Dots are steps, lines their moving mean.",
-        lambda run: panels(run, _HEALTH, columns=3, size=(10.4, 4.2)),
-    ),
-    ReportFigure(
-        "by_staleness",
-        "healthy",
-        "By the age of the responses",
-        "Moving means, one line for each range of age in steps. When the measures of old "
-        "responses get worse, an objective with importance ratios learns less from them.",
-        by_staleness,
-    ),
-)
+FIGURES: Mapping[str, "Callable[[Run], Figure | None]"] = {
+    "accuracy": accuracy,
+    "reward": reward,
+    "habits": habits,
+    "staleness": staleness,
+    "optimisation": lambda run: panels(run, _HEALTH, columns=3, size=(10.4, 4.2)),
+    "by_staleness": by_staleness,
+}
+"""Name of a figure -> function that draws it, or returns None if the run has nothing to draw."""

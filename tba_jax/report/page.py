@@ -7,7 +7,6 @@ import jinja2
 import numpy as np
 
 from tba_jax.report import template
-from tba_jax.report.figures import FIGURES
 from tba_jax.report.files import Facts, Run
 from tba_jax.report.samples import browser_data
 from tba_jax.report.words import (
@@ -52,17 +51,7 @@ def render(run: Run, pictures: Mapping[str, bytes]) -> str:
             chosen=[(x, plain(run.config.get(x, "")), why) for x, why in run.chosen.items()],
             changes=[x.replace("->", "→").split(": ", 1) for x in report.get("config_changes", [])],
             machine=[(name, value) for name, value in machine.items() if value],
-            figures=[
-                {
-                    "name": figure.name,
-                    "section": figure.section,
-                    "title": figure.title(run) if callable(figure.title) else figure.title,
-                    "text": figure.text(run) if callable(figure.text) else figure.text,
-                    "source": template.picture(pictures[figure.name]),
-                }
-                for figure in FIGURES
-                if figure.name in pictures
-            ],
+            pictures={name: template.picture(png) for name, png in pictures.items()},
             browser=browser_data(run.workdir / "samples.jsonl", _SAMPLE_BYTES),
         )
     except (TypeError, AttributeError, LookupError, ArithmeticError, jinja2.TemplateError) as error:

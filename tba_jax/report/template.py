@@ -33,8 +33,8 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    for function in (words.percent, words.duration, words.format_count, words.plain):
-        environment.filters[function.__name__] = function
+    for name in ("percent", "plain", "metric_label", "is_share", "held_out"):
+        environment.filters[name] = getattr(words, name)
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     return environment
 
