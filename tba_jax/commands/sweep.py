@@ -14,7 +14,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 from tba_jax.commands import compare
 from tba_jax.commands.entry_point import end_with_parent, make_parser
@@ -29,18 +28,6 @@ from tba_jax.settings import ConfigError
 
 MAIN = (sys.executable, "-m", "tba_jax.main")
 _GRID = '"optimizer.learning_rate=1e-5,3e-5;objective.preset=tba,grpo"'
-
-
-class Point(NamedTuple):
-    """One run of a sweep.
-
-    Attributes:
-        name: name of the run's folder.
-        arguments: arguments of the main command, without the work directory.
-    """
-
-    name: str
-    arguments: tuple[str, ...]
 
 
 def parse_grid(text: str) -> dict[str, list[str]]:
@@ -67,8 +54,10 @@ def parse_grid(text: str) -> dict[str, list[str]]:
 
 def points(
     common: Sequence[str], grid: dict[str, list[str]], seeds: Sequence[int]
-) -> dict[Point, Config | ConfigError]:
-    """Return the config of each run, or the error if it is invalid; seeds vary slowest.
+) -> dict[str, tuple[list[str], Config | ConfigError]]:
+    """Return folder name -> (arguments, config) of each run; seeds vary slowest.
+
+    An invalid config is its error. The arguments are those of the main command but --workdir.
 
     Args:
         common: arguments of all runs, including `--config=`.
@@ -76,34 +65,30 @@ def points(
     Raises:
         ConfigError: no run has a valid config, or two runs would have the same folder.
     """
-    found: dict[Point, Config | ConfigError] = {}
+    found: dict[str, tuple[list[str], Config | ConfigError]] = {}
     for seed, *values in itertools.product(seeds, *grid.values()):
         pairs = [f"{field}={value}" for field, value in zip(grid, values, strict=True)]
-        arguments = (*common, *(f"--config.{x}" for x in (*pairs, f"seed={seed}")))
+        arguments = [*common, *(f"--config.{x}" for x in (*pairs, f"seed={seed}"))]
         plain = [re.sub(r"[^\w.=+-]+", "_", pair.rpartition(".")[2][-60:]) for pair in pairs]
-        point = Point("-".join([*plain, f"seed{seed}"]), arguments)
+        if (name := "-".join([*plain, f"seed{seed}"])) in found:
+            raise ConfigError("--grid: two runs would have the same folder; give each value once")
         try:
-            found[point] = config = override(None, arguments)
+            config = override(None, arguments)
             validate(config)
+            found[name] = arguments, config
         except ConfigError as error:
-            found[point] = error
-    if len({point.name for point in found}) < len(found):
-        raise ConfigError("--grid: two runs would have the same folder; give each value once")
-    problems = [x for x in found.values() if isinstance(x, ConfigError)]
+            found[name] = arguments, error
+    problems = [config for _, config in found.values() if isinstance(config, ConfigError)]
     if len(problems) == len(found):
         raise problems[0]
     return found
-
-
-class _Stopped(Exception):
-    """An interrupt of the sweep."""
 
 
 def _train(argv: Sequence[str], folder: Path) -> str:
     """Train one run; return the reason of its failure, or "".
 
     Raises:
-        _Stopped: SIGINT or SIGTERM arrived; the run has saved its state and ended.
+        KeyboardInterrupt: SIGINT or SIGTERM arrived; the run has saved its state and ended.
     """
     stopped: list[int] = []
     log = folder.with_name(f"{folder.name}.log")
@@ -123,7 +108,7 @@ def _train(argv: Sequence[str], folder: Path) -> str:
         with handling(stop, (signal.SIGINT, signal.SIGTERM)):
             code = process.wait()
     if stopped:
-        raise _Stopped
+        raise KeyboardInterrupt
     if code == 0:
         return ""
     last = log.read_text(errors="replace").strip().rpartition("\n")[2]
@@ -153,22 +138,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     out.mkdir(parents=True, exist_ok=True)
     failed = 0
     # Wrong settings are reported before the first run.
-    for point, config in sorted(found.items(), key=lambda x: isinstance(x[1], Config)):
-        folder = out / point.name
+    for name, (arguments, config) in sorted(
+        found.items(), key=lambda x: isinstance(x[1][1], Config)
+    ):
+        folder = out / name
         try:
             if isinstance(config, ConfigError):
                 failure = str(config)
             elif finished_report(folder, config.num_steps):
                 failure = ""
             else:
-                failure = _train([*MAIN, *point.arguments], folder)
-        except _Stopped:
+                failure = _train([*MAIN, *arguments], folder)
+        except KeyboardInterrupt:
             print("stopped; the same command continues", file=sys.stderr)
             return 128 + signal.SIGINT
         failed += bool(failure)
         text = f"failed, {failure}" if failure else headline(load_run(folder))
-        print(f"{point.name}: {text}", flush=True)
-    folders = [str(out / x.name) for x in found if (out / x.name / "metrics.jsonl").exists()]
+        print(f"{name}: {text}", flush=True)
+    folders = [str(out / name) for name in found if (out / name / "metrics.jsonl").exists()]
     if folders:
         compare.main([*folders, f"--out={out / 'compare.html'}"])
     if failed:

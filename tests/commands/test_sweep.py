@@ -31,10 +31,10 @@ ARGUMENTS = ["--config=math", "--config.num_steps=20"]
 def test_seeds_vary_slowest_and_bad_points_are_known_before_the_first_run():
     grid = parse_grid("objective.preset=tba,grpo;optimizer.learning_rate=1e-5,-1")
     found = points(ARGUMENTS, grid, [3, 4])
-    names = [point.name for point in found]
+    names = [*found]
     assert names[:2] == ["preset=tba-learning_rate=1e-5-seed3", "preset=tba-learning_rate=-1-seed3"]
     assert len(names) == 8 and names[4].endswith("seed4")
-    assert [isinstance(x, ConfigError) for x in found.values()] == [False, True] * 4
+    assert [isinstance(x, ConfigError) for _, x in found.values()] == [False, True] * 4
     with pytest.raises(ConfigError, match="did you mean optimizer.learning_rate"):
         points(ARGUMENTS, {"lr": ["1"]}, [0])
 
