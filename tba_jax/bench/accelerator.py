@@ -19,9 +19,9 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,77 +29,50 @@ import numpy as np
 
 from tba_jax.bench import decode, harness, train_step
 from tba_jax.bench.harness import SHAPES, Figures
+from tba_jax.commands.entry_point import make_parser
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.devices.platform import prepare_process
 from tba_jax.models.logprobs import row_token_logprobs
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.transformer import TransformerConfig, init_params
 from tba_jax.planning import roofline
+from tba_jax.report.files import flat
 
 LIMIT_S = 150  # of a part
-
-
-class Part(NamedTuple):
-    """One part of the measurement.
-
-    Attributes:
-        name: stem of the part's files.
-        question: question that the part answers.
-        command: module and arguments, as after `python -m`; {out} stands for the part's folder.
-        dry: arguments of a dry run; later arguments override earlier ones.
-    """
-
-    name: str
-    question: str
-    command: str
-    dry: str
-
-
+_PROBE = "tba_jax.bench.accelerator --probe"
 _BENCH = "--repeats=1 --json --dtype=bfloat16"
-_JOB = "tba_jax.main --config=math:arithmetic --config.num_steps=200 --workdir={out}"
+_JOB = "tba_jax.main --config=math --config.num_steps=200 --workdir={out} --config.driver"
 _DRY_JOB = "--config.num_steps=2 --config.task.num_eval_prompts=8"
-PARTS = (
-    *(
-        Part(name, question, f"tba_jax.bench.accelerator --probe={name}", "--dry_run")
-        for name, question in (
-            ("device", "Which device, which versions, and which measured rates?"),
-            ("parity", "Do programs give the same results as on CPU?"),
-        )
-    ),
-    Part(
-        "decode",
+PARTS: Mapping[str, tuple[str, str, str]] = {
+    "device": ("Which device, versions and measured rates?", f"{_PROBE}=device", "--dry_run"),
+    "parity": ("Do programs give the results of CPU?", f"{_PROBE}=parity", "--dry_run"),
+    "decode": (
         "How close is decoding to the memory rate (1.5B, 128 responses, bfloat16)?",
         f"tba_jax.bench.decode {_BENCH} --shape=1.5b --num_prompts=128 --prompt_tokens=256",
         "--shape=tiny --num_prompts=2 --prompt_tokens=8 --max_new_tokens=8",
     ),
-    Part(
-        "train_step",
+    "train_step": (
         "How close is the train step to the matmul rate (1.5B, bfloat16)?",
         f"tba_jax.bench.train_step {_BENCH} --model_shape=1.5b",
         "--model_shape=tiny --steps=1 --num_prompts=2 --prompt_tokens=8 --response_tokens=8",
     ),
-    *(
-        Part(
-            driver,
-            f"How long does the main job take with driver={driver}?",
-            f"{_JOB} --config.driver={driver}",
-            _DRY_JOB,
-        )
-        for driver in ("async", "sync")
-    ),
-)
+    "async": ("How long does the main job take with driver=async?", f"{_JOB}=async", _DRY_JOB),
+    "sync": ("How long does the main job take with driver=sync?", f"{_JOB}=sync", _DRY_JOB),
+}
+"""Name of a part, which is also the stem of its files -> (the question that it answers, its module
+and arguments, as after `python -m`, arguments of a dry run, which override them). {out} stands for
+the part's folder. The most important parts come first."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; return 0 if every part succeeded."""
-    parser = harness.make_parser("accelerator", __doc__)
-    names = [part.name for part in PARTS]
+    parser = make_parser("bench.accelerator", __doc__)
     probes = {"device": device, "parity": parity}
     parser.add_argument("--out", type=Path, help="folder for results")
     parser.add_argument(
         "--budget_s", type=float, default=600.0, help="time limit of all parts together"
     )
-    parser.add_argument("--parts", default=",".join(names), help="parts to run, with commas")
+    parser.add_argument("--parts", default=",".join(PARTS), help="parts to run, with commas")
     parser.add_argument("--probe", choices=probes, help="print the result of one part")
     parser.add_argument("--dry_run", action="store_true", help="run at tiny sizes on CPU")
     args = parser.parse_args(argv)
@@ -112,24 +85,24 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 1
         return 0
     wanted = args.parts.split(",")
-    if strays := [n for n in wanted if n not in names]:
-        parser.error(f"--parts: no {strays[0]!r}; there are {', '.join(names)}")
+    if strays := [n for n in wanted if n not in PARTS]:
+        parser.error(f"--parts: no {strays[0]!r}; there are {', '.join(PARTS)}")
     if args.out is None:
         parser.error("--out is missing. Give a folder for the results")
     args.out.mkdir(parents=True, exist_ok=True)
-    parts = [part for part in PARTS if part.name in wanted]
+    parts = {name: part for name, part in PARTS.items() if name in wanted}
     results = measure(parts, args.out.absolute(), args.budget_s, is_dry=args.dry_run)
     print(args.out / "results.json")
     return 0 if all(found["status"] == "done" for found in results.values()) else 1
 
 
 def measure(
-    parts: Sequence[Part], out: Path, budget_s: float, *, is_dry: bool
+    parts: Mapping[str, tuple[str, str, str]], out: Path, budget_s: float, *, is_dry: bool
 ) -> dict[str, Figures]:
     """Run each part in its own process, and write all results when a part ends.
 
     Args:
-        parts: parts, most important first.
+        parts: some of `PARTS`.
         out: folder of the results.
         budget_s: time limit of all parts together; after it, no part is started.
         is_dry: run at tiny sizes on CPU.
@@ -137,28 +110,28 @@ def measure(
     results: dict[str, Figures] = {}
     env = os.environ | ({"JAX_PLATFORMS": "cpu"} if is_dry else {})
     end = time.monotonic() + budget_s
-    for part in parts:
-        log, workdir = out / f"{part.name}.log", out / part.name
+    for name, (question, words, dry) in parts.items():
+        log, workdir = out / f"{name}.log", out / name
         log.unlink(missing_ok=True)
-        words = f"{part.command} {part.dry}" if is_dry else part.command
-        command = ["-m", *(x.replace("{out}", str(workdir)) for x in shlex.split(words))]
+        words = shlex.split(f"{words} {dry}" if is_dry else words)
+        command = ["-m", *(x.replace("{out}", str(workdir)) for x in words)]
         start, status, figures = time.monotonic(), "done", {}
         try:
             if start > end:
                 raise ValueError(f"not started within {budget_s:.0f} s (--budget_s)")
             limit_s = min(end - start, LIMIT_S * (10 if is_dry else 1))  # CPUs may be slow
-            harness.run_processes(part.name, [[sys.executable, *command]], log, env, limit_s)
+            harness.run_processes(name, [[sys.executable, *command]], log, env, limit_s)
             # a run writes a report, and other parts print a line
             report = workdir / "report.json"
             lines = [x for x in log.read_text().splitlines() if x.startswith("{")]
             figures = json.loads(report.read_text() if report.exists() else lines[-1])
         except ValueError as error:
             status = str(error)
-        print(f"\n{part.name}: {status}. {part.question}")
-        for name, value in harness.flat(figures):
-            print(f"    {name}: {value}")
-        results[part.name] = {
-            "question": part.question,
+        print(f"\n{name}: {status}. {question}")
+        for figure, value in flat(figures).items():
+            print(f"    {figure}: {value}")
+        results[name] = {
+            "question": question,
             "command": shlex.join(["python", *command]),
             "status": status,
             "seconds": round(time.monotonic() - start, 1),

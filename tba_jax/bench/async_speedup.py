@@ -11,9 +11,7 @@ Steps are timed from the end of step `--skip`, without start and compilation. Si
 the ratio compares neighbouring runs.
 
 Searching and training overlap, so the largest possible speedup, `limit`, is sync's step over the
-longer of its two halves: 2 for equal halves. `--model=start` uses the embedded start model, whose
-steps are short compared with the transfer of weights and responses (docs/lab/fleet.md). Needs
-two idle cores.
+longer of its two halves: 2 for equal halves. Needs two idle cores.
 """
 
 import argparse
@@ -22,12 +20,12 @@ import os
 import socket
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from tba_jax.bench import harness
 from tba_jax.bench.harness import Figures
+from tba_jax.commands.entry_point import make_parser
 from tba_jax.models import model as models
 from tba_jax.run.model_parts import START_MODEL
 
@@ -54,9 +52,8 @@ _COLUMNS = ("step_s", "search_s", "train_s", "replay_ratio", "staleness", "speed
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit code."""
-    parser = harness.make_parser("async_speedup", __doc__)
+    parser = make_parser("bench.async_speedup", __doc__)
     harness.add_integers(parser, {"repeats": 5, "num_steps": 60, "skip": 20})
-    parser.add_argument("--model", default="random", choices=("random", "start"))
     parser.add_argument("overrides", nargs="*", help="after --: --config.NAME=VALUE for both sides")
     return harness.run(
         parser,
@@ -76,16 +73,27 @@ def measure(args: argparse.Namespace, folder: Path) -> Figures:
         raise ValueError(
             f"got --skip={args.skip} --num_steps={args.num_steps}; wanted --num_steps above --skip"
         )
-    fields: dict[str, Any] = {}
-    if args.model == "random":
-        settings = models.describe(str(START_MODEL)).hf_config | _WIDER
-        harness.write_model(folder / "model", settings)
-        fields = _BALANCED | {"model.path": str(folder / "model")}
+    settings = models.describe(str(START_MODEL)).hf_config | _WIDER
+    harness.write_model(folder / "model", settings)
+
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
 
     def run(side: str, repeat: int, num_steps: int = args.num_steps) -> Figures:
+        """Run one side from start to end, with one core and one device for each process."""
         workdir = folder / f"{side}-{repeat}"
-        given = {**_SIDES[side], **fields, "num_steps": num_steps}
-        _run(side, [*harness.main_command("math", workdir, given), *args.overrides], workdir, cores)
+        given = {**_SIDES[side], **_BALANCED, "model.path": folder / "model"}
+        given["num_steps"] = num_steps
+        command = [*harness.main_command("math", workdir, given), *args.overrides]
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        job = [f"--coordinator=127.0.0.1:{port}", "--num_processes=2"]
+        own = [[*job, f"--process_id={i}"] for i in range(2)] if side == "async" else [[]]
+        pinned = [
+            ["taskset", "-c", str(core), *command, *more]
+            for core, more in zip(cores, own, strict=False)
+        ]
+        harness.run_processes(side, pinned, workdir.with_suffix(".txt"), env)
         return read(workdir, args.skip) if repeat >= 0 else {}
 
     for side in _SIDES:  # fills the compilation cache
@@ -102,7 +110,6 @@ def measure(args: argparse.Namespace, folder: Path) -> Figures:
         "speedups": ratios,
         "limit": limit,
         "steps": args.num_steps - args.skip,
-        "model": args.model,
         **harness.here("cpu"),
     }
 
@@ -114,33 +121,12 @@ def read(workdir: Path, skip: int) -> Figures:
     `replay_ratio` counts draws per merged response over the whole run; `staleness` is in steps.
     """
     steps = harness.timed_steps(workdir, skip)
-    step_s, search_s, train_s, staleness = (
-        statistics.mean(x[name] for x in steps)
-        for name in ("step_s", "search_s", "train_s", "buffer/staleness_mean")
-    )
-    return {
-        "step_s": step_s,
-        "search_s": search_s,
-        "train_s": train_s,
-        "over_longer_half": step_s / max(search_s, step_s - search_s),
-        "replay_ratio": steps[-1]["buffer/replay_ratio"],
-        "staleness": staleness,
-    }
-
-
-def _run(side: str, command: Sequence[str], workdir: Path, cores: Sequence[int]) -> None:
-    """Run one side from start to end, with one core and one device for each process."""
-    env: Mapping[str, str] = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "1"}
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    job = [f"--coordinator=127.0.0.1:{port}", "--num_processes=2"]
-    own = [[*job, f"--process_id={i}"] for i in range(2)] if side == "async" else [[]]
-    pinned = [
-        ["taskset", "-c", str(core), *command, *more]
-        for core, more in zip(cores, own, strict=False)
-    ]
-    harness.run_processes(side, pinned, workdir.with_suffix(".txt"), env)
+    names = {name: name for name in ("step_s", "search_s", "train_s")}
+    names["staleness"] = "buffer/staleness_mean"
+    found = {name: statistics.mean(x[key] for x in steps) for name, key in names.items()}
+    halves = found["search_s"], found["step_s"] - found["search_s"]
+    found["over_longer_half"] = found["step_s"] / max(halves)
+    return found | {"replay_ratio": steps[-1]["buffer/replay_ratio"]}
 
 
 if __name__ == "__main__":

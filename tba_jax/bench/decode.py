@@ -28,6 +28,7 @@ import numpy as np
 
 from tba_jax.bench import harness
 from tba_jax.bench.harness import SHAPES, Figures
+from tba_jax.commands.entry_point import make_parser
 from tba_jax.decoding.engine import Decoder, Session
 from tba_jax.decoding.keys import row_keys
 from tba_jax.decoding.requests import SamplingSettings
@@ -49,7 +50,7 @@ _COLUMNS = ("tokens_per_s", *_TIMES, "response_length", "slot_share", "roofline_
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit code."""
-    parser = harness.make_parser("decode", __doc__)
+    parser = make_parser("bench.decode", __doc__)
     parser.add_argument("--shape", default="39m", choices=SHAPES, help="shape of the model")
     parser.add_argument("--workload", default="uniform", choices=WORKLOADS)
     # default: sizes of the workload

@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
@@ -34,6 +34,7 @@ from tba_jax.bench import trl_peer
 from tba_jax.devices.platform import prepare_process
 from tba_jax.models import transformer
 from tba_jax.models.hf import families, hf_weights
+from tba_jax.report.files import flat
 from tba_jax.report.jsonl import read_jsonl
 from tba_jax.run.model_parts import START_MODEL
 
@@ -73,16 +74,6 @@ SHAPES = {name: families.transformer_config(settings) for name, settings in MODE
 # --- command line ------------------------------------------------------------
 
 
-def make_parser(name: str, description: str | None) -> argparse.ArgumentParser:
-    """Return the parser of `python -m tba_jax.bench.NAME`."""
-    return argparse.ArgumentParser(
-        prog=f"python -m tba_jax.bench.{name}",
-        description=description,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-
-
 def add_integers(
     parser: argparse.ArgumentParser, defaults: Mapping[str, int | None], **least: int
 ) -> None:
@@ -116,7 +107,7 @@ def run(
     """Run a benchmark, or one side of it in its own process; return the exit code.
 
     Args:
-        parser: parser from `make_parser`; it gets the flag --json.
+        parser: parser of `python -m tba_jax.bench.NAME`; it gets the flag --json.
         argv: command-line arguments; None: those of this process.
         measure: (flags, empty folder) -> result; a ValueError is printed as one line.
         columns, rows: figures in the table; result -> figures of each side.
@@ -147,23 +138,14 @@ def run(
 # --- table -------------------------------------------------------------------
 
 
-def flat(figures: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the names of nested figures, joined by dots, and their values."""
-    for name, value in figures.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{before}{name}.")
-        else:
-            yield before + name, value
-
-
 def table(result: Figures, rows: Mapping[str, Figures], columns: Sequence[str]) -> Iterator[str]:
     """Yield the lines of a table of sides, below what was measured on which machine."""
     about = {name: x for name, x in result.items() if isinstance(x, str | int)}
     for name in ("workload", "hardware"):
-        about |= dict(flat(result.get(name, {}), f"{name}."))
+        about |= flat(result.get(name, {}), f"{name}.")
     yield from (f"{name}: {value}" for name, value in about.items() if name not in columns)
     yield ""
-    found = {side: dict(flat(figures)) for side, figures in rows.items()}
+    found = {side: flat(figures) for side, figures in rows.items()}
     shown = [name for name in columns if any(name in x for x in found.values())]
     lines = [["", *shown]]
     lines += [[side, *(_cell(name, x.get(name)) for name in shown)] for side, x in found.items()]
@@ -322,16 +304,10 @@ def timed_steps(workdir: Path, skip: int) -> list[Figures]:
 # --- peer, machine and model -------------------------------------------------
 
 
-class Peer(NamedTuple):
-    """TRL in its own interpreter: command of its side, its environment, and its versions."""
+def peer(python: str) -> tuple[list[str], dict[str, str], dict[str, str]]:
+    """Return command, environment and versions of TRL in an interpreter.
 
-    command: list[str]
-    env: dict[str, str]
-    versions: dict[str, str]
-
-
-def peer(python: str) -> Peer:
-    """Return the peer in an interpreter, without PYTHONPATH and without downloads.
+    The environment has no PYTHONPATH, and nothing is downloaded.
 
     Raises:
         ValueError: the interpreter does not run, or a package is missing.
@@ -349,7 +325,7 @@ def peer(python: str) -> Peer:
             f"--peer_python={python}: {reason}. Give an interpreter with {', '.join(packages)}"
         ) from error
     versions = dict(zip(map(str, packages), done.stdout.split(), strict=True))
-    return Peer([python, "-P", trl_peer.__file__], env, versions)
+    return [python, "-P", trl_peer.__file__], env, versions
 
 
 def here(platform_name: str | None = None) -> Figures:

@@ -31,6 +31,7 @@ import numpy as np
 
 from tba_jax.bench import harness
 from tba_jax.bench.harness import SHAPES, Figures
+from tba_jax.commands.entry_point import make_parser
 from tba_jax.models import transformer
 
 _SIZES = {"prompts": 8, "group": 16, "prompt_tokens": 256, "response_tokens": 81}
@@ -47,7 +48,7 @@ def share_of_even(completion_ids, **columns):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit code."""
-    parser = harness.make_parser("rl_step", __doc__)
+    parser = make_parser("bench.rl_step", __doc__)
     parser.add_argument("--model_shape", default="39m", choices=SHAPES, help="a Qwen2 shape")
     integers = _SIZES | {"repeats": 3, "warm_steps": 1, "steps": 1, "peer_micro_batch_rows": 16}
     harness.add_integers(parser, integers, group=2)
@@ -81,15 +82,13 @@ def measure(args: argparse.Namespace, folder: Path) -> Figures:
     command = harness.own_command("rl_step")
     sides = {"tba_jax": functools.partial(harness.run_side, "tba_jax", job, folder, command)}
     if args.peers:
-        peer = harness.peer(args.peer_python)  # fails before anything is measured
-        sides["trl"] = functools.partial(
-            harness.run_side, "trl", job, folder, peer.command, peer.env
-        )
+        own, env, versions = harness.peer(args.peer_python)  # fails before anything is measured
+        sides["trl"] = functools.partial(harness.run_side, "trl", job, folder, own, env)
     written = harness.run_side("write", job, folder, command)
     figures = harness.repeated(sides, args.repeats, "step_s")
     found = figures.pop("tba_jax")
     if args.peers:
-        found["versions"] |= peer.versions
+        found["versions"] |= versions
     return {
         **found,
         "peers": {

@@ -38,11 +38,10 @@ import numpy as np
 
 from tba_jax.bench import harness
 from tba_jax.bench.harness import Figures
+from tba_jax.commands.entry_point import make_parser
 from tba_jax.run.model_parts import START_MODEL
 from tba_jax.tasks.arithmetic import TRAIN_SIZE, Arithmetic
 
-# Warmup steps of the presets; the peer gets the same number.
-_WARMUP_STEPS = 3
 _WORKLOADS: Mapping[str, Mapping[str, Any]] = {
     "math": {"max_new_tokens": 16},
     "agent": {
@@ -62,7 +61,7 @@ _COLUMNS = (*_TIMES, "over_trl.from_command", "over_trl.after_first_step")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit code."""
-    parser = harness.make_parser("time_to_accuracy", __doc__)
+    parser = make_parser("bench.time_to_accuracy", __doc__)
     harness.add_peer_flags(parser)
     parser.add_argument(
         "--peer_learning_rates",
@@ -94,20 +93,20 @@ def measure(args: argparse.Namespace, folder: Path) -> Figures:
     }
     tried: dict[str, float] = {}
     if args.peers:
-        peer = harness.peer(args.peer_python)
-        machine["versions"] |= peer.versions
+        *peer, versions = harness.peer(args.peer_python)
+        machine["versions"] |= versions
+        trl = functools.partial(_trl, args, *peer)
         for rate in args.peer_learning_rates.split(","):
-            found = _trl(args, peer, folder / f"rate-{rate}", rate, repeat=0)
-            tried[rate] = found["from_command_s"]
+            tried[rate] = trl(folder / f"rate-{rate}", rate, repeat=0)["from_command_s"]
         best = min(tried, key=lambda rate: tried[rate])
-        sides["trl"] = lambda repeat: _trl(args, peer, folder / f"trl-{repeat}", best, repeat)
+        sides["trl"] = lambda repeat: trl(folder / f"trl-{repeat}", best, repeat)
     print("filling the compilation cache", file=sys.stderr)
     _ours(args, folder / "first", warm, repeat=0, stop_at=math.inf)
     figures = harness.repeated(sides, args.seeds, "from_command_s")
     peers = {name: figures.pop(name) | {"tried": tried} for name in [args.peers] if name}
-    for found, trl in itertools.product(figures.values(), peers.values()):
+    for found, other in itertools.product(figures.values(), peers.values()):
         found["over_trl"] = {
-            name: found[f"{name}_s"] / trl[f"{name}_s"]
+            name: found[f"{name}_s"] / other[f"{name}_s"]
             for name in ("from_command", "after_first_step")
         }
     return {
@@ -141,9 +140,14 @@ def _ours(
 
 
 def _trl(
-    args: argparse.Namespace, peer: harness.Peer, folder: Path, learning_rate: str, repeat: int
+    args: argparse.Namespace,
+    command: list[str],
+    env: Mapping[str, str],
+    folder: Path,
+    learning_rate: str,
+    repeat: int,
 ) -> Figures:
-    """Run GRPO of TRL in a process of the peer's interpreter."""
+    """Run GRPO of TRL in a process of the peer's interpreter; its first arguments are the peer."""
     folder.mkdir()
     task, rng = Arithmetic(), np.random.default_rng(repeat)
     chosen = rng.choice(TRAIN_SIZE, args.num_prompts * args.num_steps)
@@ -159,13 +163,13 @@ def _trl(
         "model": str(START_MODEL),
         "seed": repeat,
         "learning_rate": float(learning_rate),
-        "warmup_steps": _WARMUP_STEPS,
+        "warmup_steps": 3,  # as of the presets
         "problems": [problem("train", int(i)) for i in chosen],
         "held_out": [problem("eval", i) for i in range(args.num_held_out)],
         "log": str(log),
     }
     path.write_text(json.dumps(job))
-    return watch("trl", [*peer.command, str(path)], peer.env, log, "accuracy", args.accuracy)
+    return watch("trl", [*command, str(path)], env, log, "accuracy", args.accuracy)
 
 
 def watch(

@@ -32,6 +32,7 @@ from jax.sharding import Mesh
 
 from tba_jax.bench import harness
 from tba_jax.bench.harness import SHAPES, Figures
+from tba_jax.commands.entry_point import make_parser
 from tba_jax.devices.placement import MESH_AXES
 from tba_jax.flow.layout import Batch, RowLayout
 from tba_jax.flow.padding import Padding
@@ -41,7 +42,7 @@ from tba_jax.models.scoring import Scoring
 from tba_jax.planning import roofline
 from tba_jax.settings import Schedule
 from tba_jax.train.config import OptimizerSettings
-from tba_jax.train.groups import Groups
+from tba_jax.train.groups import of_sums
 from tba_jax.train.losses import tb
 from tba_jax.train.objectives import make_objective
 from tba_jax.train.optimizers import make_optimizer
@@ -60,7 +61,7 @@ _COLUMNS = (*_TIMES, "temporary_bytes", "max_rss_bytes")
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; return the exit code."""
-    parser = harness.make_parser("train_step", __doc__)
+    parser = make_parser("bench.train_step", __doc__)
     parser.add_argument("--model_shape", default="39m", choices=SHAPES, help="a Qwen2 shape")
     harness.add_integers(parser, _SIZES | {"steps": 5, "repeats": 3}, group_size=2)
     parser.add_argument("--remat", default="layers", choices=("none", "dots", "layers"))
@@ -169,8 +170,9 @@ def _batch(job: Figures) -> Batch:
     reference[..., 0] = rng.normal(-t * np.log(vocabulary), 3, (p, k))
 
     none = dict.fromkeys(("version_min", "version_max", "searcher", "ticket"), 0)
-    trajectories = [
-        Trajectory(
+
+    def trajectory(i: int, j: int) -> Trajectory:
+        return Trajectory(
             prompt_id=i,
             response_tokens=tokens[i, j, x:],
             reward=float(rewards[i, j]),
@@ -181,17 +183,11 @@ def _batch(job: Figures) -> Batch:
             finish_reason="length",
             **none,
         )
-        for i, j in np.ndindex(p, k)
-    ]
-    draws = [
-        Draw(
-            prompt=Prompt(i, "", tokens[i, 0, :x], {}),
-            trajectories=tuple(trajectories[i * k : (i + 1) * k]),
-            is_fresh=True,
-            ids=tuple(range(k)),
-        )
-        for i in range(p)
-    ]
+
+    prompts = [Prompt(i, "", tokens[i, 0, :x], {}) for i in range(p)]
+    groups = [tuple(trajectory(i, j) for j in range(k)) for i in range(p)]
+    ids = tuple(range(k))
+    draws = [Draw(*each, True, ids) for each in zip(prompts, groups, strict=True)]
     layout = RowLayout(
         num_prompts=p,
         group_size=k,
@@ -245,15 +241,8 @@ def _naive_step(job: Figures) -> Callable[..., Any]:
         hidden = transformer.apply(params, tokens, positions, mask, **options)
         logprobs = jax.nn.log_softmax(transformer.unembed(params, hidden, **options)[:, :-1])
         chosen = jnp.take_along_axis(logprobs, tokens[:, 1:, None], axis=-1)[..., 0]
-        logp = chosen[:, -t:].reshape(p, k, t)
-        groups = Groups(
-            logp=logp,
-            behavior=jax.lax.stop_gradient(logp),
-            reference=batch.reference,
-            mask=jnp.ones(logp.shape, bool),
-            reward=batch.rewards,
-            staleness=batch.staleness,
-        )
+        logp = chosen[:, -t:].reshape(p, k, t).sum(-1)
+        groups = of_sums(logp, batch.reference.sum(-1), batch.rewards)
         return tb(groups, _BETA).loss.mean()
 
     @functools.partial(jax.jit, donate_argnums=0)

@@ -70,14 +70,10 @@ def _trainer(
 def _watch(trainer: Any, begin: Callable[[], None], end: Callable[[int], None]) -> None:
     """Call `begin` before each step of a trainer, and `end` with the number of steps after it."""
 
-    class Watch(importlib.import_module("transformers").TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            begin()
-
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            end(state.global_step)
-
-    trainer.add_callback(Watch())
+    callback = importlib.import_module("transformers").TrainerCallback()
+    callback.on_step_begin = lambda *given, **more: begin()
+    callback.on_step_end = lambda args, state, *given, **more: end(state.global_step)
+    trainer.add_callback(callback)
 
 
 # --- timed steps -------------------------------------------------------------
@@ -223,14 +219,13 @@ def reward(completions: list[str], answer: list[str], **columns: Any) -> list[fl
 def evaluate(model: Any, tokenizer: Any, job: dict[str, Any]) -> float:
     """Return the share of held-out problems that greedy responses solve."""
     prompts = [problem["prompt"] for problem in job["held_out"]]
-    was_training = model.training
     model.eval()
     if "environment" in job:
         rewards = _episodes(model, tokenizer, prompts, job)
     else:
         texts = _greedy(model, tokenizer, prompts, job)
         rewards = reward(texts, [problem["answer"] for problem in job["held_out"]])
-    model.train(was_training)
+    model.train()
     return sum(rewards) / len(rewards)
 
 

@@ -9,7 +9,6 @@ cases of an objective with equal shapes run in one program; a study takes minute
 the table, OUT/STUDY.png a figure. Protocols: docs/lab/claims.md.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from tba_jax.commands.entry_point import make_parser
 from tba_jax.devices.platform import prepare_process
 from tba_jax.studies import exact_report
 from tba_jax.studies.exact_report import Row
@@ -27,13 +27,9 @@ from tba_jax.studies.training import Settings, train
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the command."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tba_jax.studies.exact",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = make_parser("studies.exact", __doc__)
     parser.add_argument("study", choices=list(STUDIES))
-    parser.add_argument("--seeds", type=int, default=10, help="number of seeds, at least 2")
+    parser.add_argument("--seeds", type=int, default=10, help="number of seeds, at least 4")
     parser.add_argument("--only", default="", help="objectives separated by ;, default: all")
     parser.add_argument("--out", default="runs/exact", type=Path, help="output folder")
     args = parser.parse_args(argv)
@@ -42,10 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in names:
         if name not in study.names:
             parser.error(f"--only={name}: unknown objective; there are {'; '.join(study.names)}")
-    if args.seeds < 2:
+    if args.seeds < 4:
         parser.error(
-            f"--seeds={args.seeds}: need at least 2, because the first half selects the learning "
-            "rate. Set --seeds=10"
+            f"--seeds={args.seeds}: need at least 4, because the first half selects the learning "
+            "rate and the second half gives an interval. Set --seeds=10"
         )
     prepare_process()
     args.out.mkdir(parents=True, exist_ok=True)

@@ -15,8 +15,6 @@ from tba_jax.studies.problems import Problem, few_modes, sums
 from tba_jax.studies.training import SAMPLERS, Condition, Settings
 from tba_jax.train.config import ObjectiveSettings
 
-LAGS = (0, 8, 32)
-
 # Name -> settings of the section `objective`; `preset` is one of `config.methods`.
 OBJECTIVES: Mapping[str, Mapping[str, Any]] = {
     "tb": {"preset": "tba"},
@@ -121,7 +119,7 @@ STUDIES: Mapping[str, Study] = {
     # Success and collapsed runs by the age of the data.
     "staleness": Study(
         _ALL,
-        {str(lag): {"lag": lag} for lag in LAGS},
+        {str(lag): {"lag": lag} for lag in (0, 8, 32)},
         rates=(1e-3, 3e-3, 1e-2, 3e-2),
         settings_of=_PRIME,
         axis="steps of lag",

@@ -10,7 +10,7 @@ changes results only by rounding. Replayed groups keep the log-probs of the poli
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -19,7 +19,6 @@ import optax
 from jaxtyping import Array, Float
 
 from tba_jax.studies.problems import (
-    LENGTH,
     VOCABULARY,
     Measures,
     Problem,
@@ -125,31 +124,32 @@ def train(
         Arrays [conditions, rates, seeds, evaluations].
     """
     keys = jax.vmap(jax.random.key)(jnp.asarray(seeds))
-    queue_size = max(c.lag + c.sync_period for c in conditions)
-    program = _program(objective, settings, problem.width, queue_size)
     stacked = jax.tree.map(lambda *x: jnp.asarray(x), *conditions)
-    return jax.device_get(program(jnp.asarray(problem.reward), stacked, keys, jnp.asarray(rates)))
+    queue_size = max(c.lag + c.sync_period for c in conditions)
+    numbers = jnp.asarray(problem.reward), stacked, jnp.asarray(rates), keys
+    return jax.device_get(_train_all(*numbers, objective, settings, problem.width, queue_size))
 
 
-@functools.cache
-def _program(
-    objective: Objective, settings: Settings, width: int, queue_size: int
-) -> Callable[..., Measures]:
-    """Return the compiled program for problems that differ only in rewards.
+@functools.partial(jax.jit, static_argnums=(4, 5, 6, 7))
+def _train_all(
+    reward: Array,
+    conditions: Condition,
+    rates: Array,
+    keys: Array,
+    objective: Objective,
+    settings: Settings,
+    width: int,
+    queue_size: int,
+) -> Measures:
+    """Train all runs; `width` is that of the policy, and `queue_size` old policies are kept."""
+    problem = Problem(reward, width)
 
-    Args:
-        objective, settings: as in `train`.
-        width: width of the problem's policy.
-        queue_size: number of old policies to keep.
-    """
-
-    def run(reward: Array, condition: Condition, key: Array, rate: Array) -> Measures:
-        problem = Problem(reward, width)
+    def run(condition: Condition, rate: Array, key: Array) -> Measures:
         return _train_once(objective, problem, settings, condition, key, rate, queue_size)
 
-    over_seeds = jax.vmap(run, (None, None, 0, None))
-    over_rates = jax.vmap(over_seeds, (None, None, None, 0))
-    return jax.jit(jax.vmap(over_rates, (None, 0, None, None)))
+    over_seeds = jax.vmap(run, (None, None, 0))
+    over_rates = jax.vmap(over_seeds, (None, 0, None))
+    return jax.vmap(over_rates, (0, None, None))(conditions, rates, keys)
 
 
 def _train_once(
@@ -211,11 +211,13 @@ def _train_once(
         return carry, measure(carry.params, start, problem, settings.target_beta)
 
     between = settings.num_steps // _NUM_EVALUATIONS
+    one = jax.eval_shape(lambda: draw(start, at_start, settings, 0, jnp.int32(0), k_data))
+    nothing_kept = jax.tree.map(lambda x: jnp.zeros((settings.num_steps, *x.shape), x.dtype), one)
     first = _Carry(
         start,
         _OPTIMIZER.init(start),
         jax.tree.map(lambda x: jnp.broadcast_to(x, (queue_size, *x.shape)), start),
-        _nothing_kept(settings) if settings.replays else None,
+        nothing_kept if settings.replays else None,
         start if settings.reset_period else None,
     )
     return jax.lax.scan(stretch, first, between * jnp.arange(_NUM_EVALUATIONS))[1]
@@ -247,14 +249,6 @@ def draw(
         behavior[group_of[:, None], strings],
         jnp.broadcast_to(version, (p, k)),
     )
-
-
-def _nothing_kept(settings: Settings) -> Drawn:
-    """Return the empty store of the first step."""
-    shape = (settings.num_steps, settings.prompts)
-    numbers = jnp.zeros((*shape, settings.group), jnp.int32)
-    behavior = jnp.zeros((*shape, settings.group, LENGTH))
-    return Drawn(jnp.zeros(shape, jnp.int32), numbers, behavior, numbers)
 
 
 def with_replays(
