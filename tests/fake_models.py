@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import tokenizers
-from tokenizers import Tokenizer, decoders, pre_tokenizers
 
 from tba_jax.decoding.engine import Decoder
 from tba_jax.models import lora, transformer
@@ -67,7 +65,7 @@ def token_logprobs(params, tokens, prompt_lengths, response_lengths, **kwargs):
     return row_token_logprobs(params, *rows, **kwargs).reshape(p, k, -1)
 
 
-_score = jax.jit(token_logprobs, static_argnames=("response_bucket", "config", "scoring"))
+score = jax.jit(token_logprobs, static_argnames=("response_bucket", "config", "scoring"))
 
 
 def scored_tokens(config, params, prompt, response, scoring=_SCORING, multiple=64):
@@ -82,7 +80,7 @@ def scored_tokens(config, params, prompt, response, scoring=_SCORING, multiple=6
     row[0, 0, -t - n : -t] = prompt
     row[0, 0, row.shape[-1] - t : row.shape[-1] - t + len(response)] = response
     lengths = np.array([[n]]), np.array([[len(response)]])
-    found = _score(params, row, *lengths, response_bucket=t, config=config, scoring=scoring)
+    found = score(params, row, *lengths, response_bucket=t, config=config, scoring=scoring)
     return np.asarray(found)[0, 0, : len(response)]
 
 
@@ -209,31 +207,6 @@ def decode(decoder, params, prompts, *, settings, **options):
         tokens[i, j, : len(y.tokens)], logprobs[i, j, : len(y.tokens)] = y.tokens, y.token_logprobs
     lengths = np.array([[len(y.tokens) for y in row] for row in rows], np.int32)
     return Decoded(tokens, lengths, logprobs, np.array([[y.has_eos for y in row] for row in rows]))
-
-
-def write_word_tokenizer(folder, size, *, eos, pad, shift=0):
-    """Tokenizer files of the words <0>, <1>, ...; word i has id (i + shift) % size.
-
-    Args:
-        folder: model folder, made when absent.
-        size: number of words.
-        eos, pad: the words that end a response and pad.
-        shift: of ids against words.
-    """
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    vocab = {f"<{i}>": (i + shift) % size for i in range(size)}
-    tokenizer = Tokenizer(tokenizers.models.WordLevel(vocab, unk_token=f"<{pad}>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.decoder = decoders.WordPiece(prefix="##", cleanup=False)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "eos_token": f"<{eos}>",
-        "pad_token": f"<{pad}>",
-        "clean_up_tokenization_spaces": False,
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def make_folder(path, name="llama", **changes):

@@ -17,7 +17,7 @@ from tba_jax.devices.placement import divide
 from tba_jax.settings import Schedule
 from tba_jax.train.optimizers import learning_rate_schedule, value_at
 
-SERVER = "http://127.0.0.1:8000/v1"
+SERVER, STOPS = "http://127.0.0.1:8000/v1", {"search.stop_strings": ("a",)}
 ROOT = Path(__file__).parents[2]
 
 
@@ -104,6 +104,9 @@ def test_no_field_is_dead():
         ({"search.engine": SERVER, "lora.rank": 4, "search.top_p": 0.9}, "top_p = 0.9: with a s"),
         ({"mesh.fsdp": 2, "batch.micro_batch_rows": 1}, "rows = 1: cannot .*rows=2 or a multiple"),
         ({"search.min_new_tokens": 49}, "must not exceed search.max_new_tokens = 48"),
+        ({"search.stop_strings": ("a", "")}, "an empty text would end every response"),
+        (STOPS | {"search.min_new_tokens": 2}, "a stop string may appear before .* = 2"),
+        ({"search.stop_ids": (3, -1)}, "token ids are not negative"),
         ({"reward.num_workers": 100_000}, r"num_workers = 100000: must lie in \[0, 512\]. The def"),
         (
             {"replay.max_bytes": 3_000},

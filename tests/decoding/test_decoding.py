@@ -58,23 +58,6 @@ def test_chunks_padding_and_slots_change_no_draw(params, decoder, of_decoder, nu
     np.testing.assert_allclose(other.token_logprobs, out.token_logprobs, rtol=0, atol=bound(0.7))
 
 
-def test_order_of_admission_and_slot_change_no_bit(params, decoder):
-    """Requests in another order meet other neighbours, in other slots, in other chunks."""
-    keys = row_keys(KEY, 12).reshape(4, 3, 2)
-
-    def run(order):
-        session = decoder.session(params, num_slots=5)
-        for i in order:
-            session.submit(PROMPTS[i], keys[i], SETTINGS)
-        return {(order[r.request], r.sample): r for r in session.run()}
-
-    first, second = run([0, 1, 2, 3]), run([2, 3, 1, 0])
-    assert len(first) == 12 and list(first) != list(second)
-    for name, response in first.items():
-        np.testing.assert_array_equal(response.tokens, second[name].tokens)
-        np.testing.assert_array_equal(response.token_logprobs, second[name].token_logprobs)
-
-
 def test_responses_end_at_the_first_eos_or_at_the_limit(params, decoder):
     out = decode(decoder, params, num_samples=16)
     assert out.tokens.shape == out.token_logprobs.shape == (4, 16, 8)

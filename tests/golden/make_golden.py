@@ -2,13 +2,13 @@
 """Make the golden files of tests/models with transformers and torch.
 
     pip install torch==2.13.0 transformers==5.23.0 safetensors
-    python tests/golden/make_golden.py [folder of stories260k]
+    python tests/golden/make_golden.py [NAME ...]
 
-For each folder here with a config.json: random weights, and NAME.npz with the logits of two rows,
-alone and padded on either side, and 64 greedy tokens (classifiers: the scores); for an encoder,
-hidden states and answers for four rows. For stories260k: its greedy text. Of the tests, only
-test_parity needs torch and this script. For another model, make a folder with its config.json, as
-transformers writes it: "architectures" has the class.
+For each folder here with a config.json, or those that are named: random weights, and NAME.npz with
+the logits of two rows, alone and padded on either side, and 64 greedy tokens (classifiers: the
+scores); for an encoder, hidden states and answers for four rows. No test needs this script. For
+another model, make a folder with its config.json, as transformers writes it: "architectures" has
+the class.
 
 The folders show a head_dim that is not hidden_size / heads, biases, tied and untied heads, every
 rotary scaling and activation; contexts so short that scaled rotations differ from plain ones in the
@@ -21,7 +21,6 @@ layers amplify rounding more than others; a seed is passed over when it is above
 """
 
 import copy
-import json
 import sys
 from pathlib import Path
 
@@ -145,29 +144,17 @@ def model_and_outputs(name: str) -> tuple[transformers.PreTrainedModel, dict[str
     raise RuntimeError(f"every seed has two logits within {MARGIN} or repeats itself")
 
 
-@torch.no_grad()
 def main() -> None:
     """Write the golden files beside this script."""
-    for name in NAMES:
+    names = sys.argv[1:] or NAMES
+    if unknown := sorted({*names} - {*NAMES}):
+        raise SystemExit(f"no folder {unknown[0]} with a config.json; there are {', '.join(NAMES)}")
+    for name in names:
         model, found = model_and_outputs(name)
         folder = HERE / name
         model.save_pretrained(folder)
         (folder / "generation_config.json").unlink(missing_ok=True)
         np.savez_compressed(HERE / f"{name}.npz", **found)
-    source = sys.argv[1] if len(sys.argv) > 1 else HERE / "../../../shared/models/stories260k"
-    tokenizer = transformers.AutoTokenizer.from_pretrained(source)
-    model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
-    prompt = "Once upon a time"
-    ids = [tokenizer.bos_token_id, *tokenizer.encode(prompt, add_special_tokens=False)]
-    out = greedy(model, torch.tensor([ids]), 64)[0][0].tolist()
-    golden = {
-        "prompt": prompt,
-        "prompt_ids": ids,
-        "greedy_ids": out,
-        "text": tokenizer.decode(out, skip_special_tokens=True),
-        "made_with": f"transformers {transformers.__version__}, torch {torch.__version__}",
-    }
-    (HERE / "stories260k.json").write_text(json.dumps(golden, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -25,15 +25,13 @@ from fake_models import (
     golden_settings,
     load_folder,
     logits_of,
-    tiny_config,
     tiny_decoder,
 )
 from safetensors.numpy import load_file
 
 from tba_jax.decoding.requests import SamplingSettings
-from tba_jax.models import classifier, rope
+from tba_jax.models import classifier
 from tba_jax.models.hf import families, hf_weights
-from tba_jax.models.transformer import TransformerConfig
 
 MODELS = {
     path.parent.name: json.loads(path.read_text())["model_type"]
@@ -198,62 +196,31 @@ def test_settings_that_are_wrong_or_not_implemented_are_refused_by_name(name, ch
     assert "\n" not in str(info.value) and len(str(info.value)) < 600
 
 
-_OLD = {
-    **{"vocab_size": 10, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4},
-    **{"intermediate_size": 40, "rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
-    "hidden_act": "silu",
-}
-_OURS = TransformerConfig(10, 32, 3, 4, 4, 8, 40, tie_embeddings=False)
-_SMALL = {"vocab_size": 10, "hidden_size": 32, "num_layers": 3, "head_dim": 8}
-_SMALL |= {"num_heads": 4, "num_kv_heads": 4}
-_LLAMA_3_1 = {
-    "rope_type": "llama3",
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
-_SCALING = rope.Llama3Scaling(8.0, 1.0, 4.0, 8192)
+# Settings of golden models as files of transformers 4 and of the hub have them: under other names,
+# or not at all where the default holds.
+LLAMA_3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 OLD_FILES = {
-    "Qwen2 of transformers 4": (
-        {"model_type": "qwen2", "rope_theta": 1e6, "rope_scaling": None, "torch_dtype": "bfloat16"}
-        | {"sliding_window": 4096, "use_sliding_window": False},
-        dataclasses.replace(_OURS, family="qwen2", rope_theta=1e6, qkv_bias=True),
-    ),
-    "Llama 3.1": (
-        {"model_type": "llama", "num_key_value_heads": 2, "max_position_embeddings": 131072}
-        | {"rope_theta": 500000.0, "rope_scaling": _LLAMA_3_1, "pretraining_tp": 1},
-        dataclasses.replace(
-            _OURS, num_kv_heads=2, max_positions=131072, rope_theta=500000.0, rope_scaling=_SCALING
-        ),
-    ),
-    "Pythia": (
-        {"model_type": "gpt_neox", "rotary_pct": 0.5, "rotary_emb_base": 25000}
-        | {"layer_norm_eps": 1e-5, "hidden_act": "gelu", "use_parallel_residual": True}
-        | {"classifier_dropout": 0.1},
-        tiny_config(
-            family="gpt_neox",
-            mlp_size=40,
-            max_positions=2048,
-            rope_theta=25000.0,
-            rotary_fraction=0.5,
-            **_SMALL,
-        ),
-    ),
-    "GPT-2 of the hub": (
-        {"model_type": "gpt2", "n_embd": 32, "n_layer": 3, "n_head": 4, "n_inner": None}
-        | {"n_ctx": 1024, "n_positions": 1024, "layer_norm_epsilon": 1e-5}
-        | {"activation_function": "gelu_new"}
-        | {"task_specific_params": {"text-generation": {"max_length": 50}}},
-        tiny_config(family="gpt2", mlp_size=128, max_positions=1024, **_SMALL),
-    ),
+    "qwen2": {"rope_theta": 1e6, "rope_scaling": None, "sliding_window": 4096},
+    "llama3": {
+        "rope_theta": 10000.0,
+        "rope_scaling": LLAMA_3 | {"original_max_position_embeddings": 32},
+    },
+    "gpt_neox": {"rotary_pct": 0.25, "rotary_emb_base": 10000},
+    "gpt2": {"n_inner": None, "n_ctx": 128, "task_specific_params": {"text-generation": {}}},
 }
+NEWER = {"architectures", "dtype", "layer_types", "rope_parameters", "transformers_version"}
 
 
 @pytest.mark.parametrize("name", OLD_FILES)
 def test_config_files_of_older_versions_are_read(name):
-    theirs, want = OLD_FILES[name]
-    assert families.transformer_config(_OLD | theirs) == want
+    settings = golden_settings(name)
+    absent = NEWER | ({"tie_word_embeddings"} if name.startswith("gpt") else set())
+    old = {field: value for field, value in settings.items() if field not in absent}
+    want = families.transformer_config(settings)
+    if name == "gpt2":
+        want = dataclasses.replace(want, mlp_size=4 * want.hidden_size)
+    old |= {"torch_dtype": "bfloat16", **OLD_FILES[name]}
+    assert families.transformer_config(old) == want
 
 
 YARN_FILE = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}

@@ -13,7 +13,6 @@ from fake_models import (
     random_params,
     tiny_config,
     tiny_decoder,
-    token_logprobs,
 )
 
 from tba_jax.decoding.requests import SamplingSettings
@@ -27,14 +26,11 @@ BOUND = logprob_bound(CONFIG, 14, TINY_LOGIT / 0.7)
 PROMPTS = [np.array([1, 5, 6, 7], np.int32), np.array([1, 9], np.int32)]
 
 
-_score = jax.jit(token_logprobs, static_argnames=("response_bucket", "config", "scoring"))
-
-
 def score(params, tokens, prompt_lengths, lengths, *, t=6, config=CONFIG, **scoring):
     scoring = Scoring(**{"temperature": 0.7, "kept_bytes": 0, **scoring})
     arrays = map(jnp.asarray, (tokens, prompt_lengths, lengths))
     kwargs = {"response_bucket": t, "config": config, "scoring": scoring}
-    return np.asarray(_score(params, *arrays, **kwargs))
+    return np.asarray(fake_models.score(params, *arrays, **kwargs))
 
 
 def test_scores_are_the_log_softmax_whatever_the_padding_and_the_bucket():

