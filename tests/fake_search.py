@@ -1,77 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A searcher over a decode session that only counts down."""
-
-import itertools
+"""A searcher that samples a tiny model, with rewards by a function."""
 
 import numpy as np
+from fake_models import ONE_LAYER, random_params, tiny_decoder
 from fake_tickets import House
 
-from tba_jax.decoding.requests import Response, Statistics
-from tba_jax.environments.episodes import EpisodeSession
 from tba_jax.flow.trajectory import Prompt
+from tba_jax.models.transformer import unstack_layers
 from tba_jax.rewards.scores import Grader, Score
 from tba_jax.search.config import SearchSettings
-from tba_jax.search.sampler import GroupSession, Sampler
+from tba_jax.search.sampler import Sampler
 from tba_jax.search.searcher import Searcher, SearchParts
 from tba_jax.weights.publication import Published
-
-SETTINGS = SearchSettings(samples_per_prompt=2, num_slots=4)
-
-
-class CountdownSession:
-    """Four slots; sample j of prompt i ends after its own number of chunks."""
-
-    def __init__(self, published, lengths):
-        self.version, self.num_slots = published.version, 4
-        self.statistics = Statistics()
-        self._lengths = lengths
-        self._queue = []
-        self._slots = []
-        self._requests = itertools.count()
-
-    @property
-    def is_idle(self):
-        return not (self._queue or self._slots)
-
-    @property
-    def room(self):
-        return self.num_slots - len(self._slots) - len(self._queue)
-
-    def submit(self, prompt, keys, settings, temperatures):
-        request, prompt_id = next(self._requests), int(prompt[0]) - 1
-        for sample in range(2):
-            self._queue.append([request, sample, prompt_id, self._lengths(prompt_id, sample), 0])
-        return request
-
-    def swap(self, params, version):
-        self.version = version
-
-    def step(self):
-        while self._queue and len(self._slots) < self.num_slots:
-            entry = self._queue.pop(0)
-            entry[4] = self.version
-            self._slots.append(entry)
-        for entry in self._slots:
-            entry[3] -= 1
-        self.statistics.tokens += len(self._slots)
-        self.statistics.slot_steps += self.num_slots
-        ended = [e for e in self._slots if not e[3]]
-        versions = np.full(2, self.version, np.int32)
-        self._slots = [e for e in self._slots if e[3]]
-        return [
-            Response(r, j, np.array([10 + i, j]), np.zeros(2), True, v, self.version, 1.0, versions)
-            for r, j, i, _, v in ended
-        ]
-
-
-class CountdownSampler(Sampler):
-    """Opens such sessions."""
-
-    lengths = staticmethod(lambda i, j: 1)
-
-    def open(self, published):
-        session = CountdownSession(published, self.lengths)
-        return GroupSession(self, EpisodeSession(session))
 
 
 class ByFunction:
@@ -88,6 +28,18 @@ class ByFunction:
 FIRST_TOKEN = ByFunction(lambda text, ids: float(ids[0]))
 
 
+def grader_of(reward):
+    """Grades by tokens alone: every text is "x"."""
+    return Grader(reward, lambda rows: ["x"] * len(rows), lambda text: None, "")
+
+
+def make_searcher(owner, sampler, grader, weights, **changes):
+    """A searcher without evaluations or given responses, unless `changes` has them."""
+    parts = {"index": 0, "evaluated": lambda version: None, "evaluator": None, "given": None}
+    parts |= {"sampler": sampler, "grader": grader, "weights": weights}
+    return Searcher(SearchParts(**parts | changes), owner)
+
+
 class OneToken:
     """Prompt n has the token 1 + n."""
 
@@ -96,25 +48,28 @@ class OneToken:
 
 
 class World:
-    """A searcher over such sessions, and the owner that it takes tickets from."""
+    """A searcher with four slots, and the owner of its tickets of two responses.
 
-    def __init__(self, lengths=lambda i, j: 1, *, in_flight=True, reward=FIRST_TOKEN, **settings):
-        self.version = 0
-        self.house = House(1, prompts=OneToken(), **settings)
+    Args:
+        num_tokens: largest length of a response; a chunk has four tokens.
+        eos_ids: tokens that end a response.
+        reward: of responses.
+        in_flight: whether newer weights are loaded between chunks.
+    """
+
+    def __init__(self, num_tokens=12, *, eos_ids=(), reward=FIRST_TOKEN, in_flight=True):
+        self.version, self.house = 0, House(1, prompts=OneToken())
         self.owner = self.house.owner
-        sampler = CountdownSampler(None, SETTINGS, np.zeros(2, np.uint32))
-        object.__setattr__(sampler, "lengths", lengths)
-        parts = SearchParts(
-            index=0,
-            weights=lambda: Published(self.version, None),
-            evaluated=lambda version: None,
-            sampler=sampler,
-            grader=Grader(reward, lambda rows: ["x"] * len(rows), lambda text: None, ""),
-            evaluator=None,
-            given=None,
+        settings = SearchSettings(samples_per_prompt=2, num_slots=4, max_new_tokens=num_tokens)
+        sampler = Sampler(tiny_decoder(eos_ids=eos_ids), settings, np.zeros(2, np.uint32))
+        params = unstack_layers(random_params(ONE_LAYER), ONE_LAYER)
+        self.searcher = make_searcher(
+            self.owner,
+            sampler,
+            grader_of(reward),
+            lambda: Published(self.version, params),
             swaps_in_flight=in_flight,
         )
-        self.searcher = Searcher(parts, self.owner)
 
     def run(self, num_chunks):
         """Results of the chunks, by ticket number."""

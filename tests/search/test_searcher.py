@@ -4,7 +4,7 @@
 import numpy as np
 import pytest
 from fake_models import start_model
-from fake_search import ByFunction, World
+from fake_search import ByFunction, World, make_searcher
 from fake_tickets import IDENTITY, House
 
 from tba_jax.config.schema import make_config
@@ -19,35 +19,35 @@ from tba_jax.run.model_parts import make_decoder
 from tba_jax.search.groups import assemble, grade_groups, measure
 from tba_jax.search.prompts import PromptReader, Prompts
 from tba_jax.search.sampler import SampledGroup, Sampler
-from tba_jax.search.searcher import Searcher, SearchParts
 from tba_jax.search.start_data import GivenScorer
 from tba_jax.tasks.arithmetic import Arithmetic
 from tba_jax.weights.publication import Published
 
 
 def test_a_ticket_comes_back_when_its_last_response_ended():
-    """Prompt 0 takes three chunks; the other slots go on meanwhile."""
-    world = World(lambda i, j: 3 if (i, j) == (0, 1) else 1)
-    assert list(world.run(1)) == [1]
-    assert list(world.run(1)) == [1, 2]
-    result = world.run(1)[0]
-    assert list(world.owner._results) == [1, 2, 0, 3]
-    group = result.group
-    assert [y.response_tokens.tolist() for y in group.trajectories] == [[10, 0], [10, 1]]
-    assert [y.reward for y in group.trajectories] == [10.0, 10.0]
-    assert (result.version, result.generated, group.trajectories[0].ticket) == (0, 2, 0)
-    assert world.owner.decoded_tokens == 4 * 4
+    """Meanwhile the other slots go on: a later ticket comes back before an earlier one."""
+    world = World(eos_ids=(0, 1))
+    begun = [*world.run(1)]
+    results = world.run(8)
+    order, groups = list(results), {n: result.group for n, result in results.items()}
+    longest = {n: max(len(y.response_tokens) for y in g.trajectories) for n, g in groups.items()}
+    assert begun == [n for n in (0, 1) if longest[n] <= 4] and order != sorted(order)
+    for n, result in results.items():
+        assert (result.version, result.generated, len(groups[n].trajectories)) == (0, 2, 2)
+        for y in groups[n].trajectories:
+            assert (y.ticket, y.reward) == (n, y.response_tokens[0])
+    lengths = [len(y.response_tokens) for g in groups.values() for y in g.trajectories]
+    assert world.owner.decoded_tokens == sum(lengths) and min(lengths) < 5 < max(lengths)
 
 
 @pytest.mark.parametrize("in_flight", [True, False])
 def test_newer_weights_come_between_chunks_or_when_the_session_has_drained(in_flight):
-    world = World(lambda i, j: 3, in_flight=in_flight)
+    world = World(in_flight=in_flight)
 
     def spans():
-        found = [(y.version_min, y.version_max) for r in world.owner._results.values() for y in
-                 r.group.trajectories]  # fmt: skip
+        groups = [result.group for result in world.owner._results.values()]
         world.house.merge()
-        return set(found)
+        return {(y.version_min, y.version_max) for g in groups for y in g.trajectories}
 
     world.run(1)
     world.version = 5
@@ -55,31 +55,6 @@ def test_newer_weights_come_between_chunks_or_when_the_session_has_drained(in_fl
     assert spans() == {(0, 5) if in_flight else (0, 0)}
     world.run(3)
     assert spans() == {(5, 5)}
-
-
-def test_a_searcher_over_the_bound_waits():
-    """Bound 1, two prompts a step: four groups under way, and then nothing until some are used."""
-    world = World(max_staleness=1, num_prompts=2)
-    assert len(world.run(2)) == 4
-    assert not world.searcher.step()
-    world.version = 1
-    world.house.step = 1
-    world.house.merge()
-    assert len(world.run(3)) == 4
-
-
-def test_a_grader_that_fails_is_an_error_and_nothing_comes_back():
-    """Of a worker, which then stops its siblings: devices/test_process.py."""
-
-    class LostPool:
-        async def score(self, completions):
-            raise OSError("no process is left")
-
-    world = World(reward=LostPool())
-    world.searcher.step()
-    with pytest.raises(OSError, match="no process is left"):
-        world.searcher.grade()
-    assert not world.owner._results
 
 
 LENGTH = ByFunction(lambda text, ids: None if text == "9" else float(len(text)))
@@ -109,17 +84,13 @@ def real_searchers(model, given_texts=(), num_searchers=1):
     house = House(num_searchers, prompts=prompts, given=given)
     decoder = make_decoder(config, model_config, tokenizer)
     searchers = [
-        Searcher(
-            SearchParts(
-                index=i,
-                weights=lambda: Published(0, params),
-                evaluated=lambda version: None,
-                sampler=Sampler(decoder, config.search, np.zeros(2, np.uint32)),
-                grader=Grader(LENGTH, tokenizer.batch_decode, lambda text: None, ""),
-                evaluator=None,
-                given=GivenScorer(model_config, scoring, padding, 3),
-            ),
+        make_searcher(
             house.owner,
+            Sampler(decoder, config.search, np.zeros(2, np.uint32)),
+            Grader(LENGTH, tokenizer.batch_decode, lambda text: None, ""),
+            lambda: Published(0, params),
+            index=i,
+            given=GivenScorer(model_config, scoring, padding, 3),
         )
         for i in range(num_searchers)
     ]

@@ -1,23 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """Values of states by drawing on, against all responses of a tiny model counted out."""
 
-import itertools
 from types import SimpleNamespace
 
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from fake_models import random_params, tiny_config, token_logprobs
-from fake_search import ByFunction
+from fake_models import random_params, teacher_forced, tiny_config
+from fake_search import ByFunction, grader_of, make_searcher
 from fake_tickets import House
 
 from tba_jax.decoding.engine import Decoder
 from tba_jax.flow.trajectory import Prompt
-from tba_jax.models.scoring import Scoring
-from tba_jax.rewards.scores import Grader
 from tba_jax.search.config import SearchSettings
 from tba_jax.search.sampler import Sampler, StateValues
-from tba_jax.search.searcher import Searcher, SearchParts
 from tba_jax.search.state_values import advantages_of, states_of, values_of
 from tba_jax.weights.publication import Published
 
@@ -32,8 +28,7 @@ def reward_of(tokens):
     return None if tokens[0] == 1 else float(sum(tokens) > 14)
 
 
-HEAVY = ByFunction(lambda text, ids: reward_of(ids.tolist()))
-GRADER = Grader(HEAVY, lambda rows: ["y"] * len(rows), lambda text: None, "")
+GRADER = grader_of(ByFunction(lambda text, ids: reward_of(ids.tolist())))
 
 
 @pytest.fixture(scope="module")
@@ -65,27 +60,10 @@ def published():
 
 def exact_value(params, state):
     """The mean reward of all that may follow these tokens, each with its probability."""
-    size, left = CONFIG.vocab_size, LIMIT - len(state)
-    rows = [y for y in itertools.product(range(size), repeat=left) if EOS not in y[:-1]]
-    if left == 2:
-        rows += [(EOS,)]
-    whole = [(*state, *y) for y in rows]
-    tokens = np.zeros((len(whole), 1, len(X) + LIMIT), np.int32)
-    tokens[:, 0, : len(X)] = X
-    for row, y in zip(tokens, whole, strict=True):
-        row[0, len(X) : len(X) + len(y)] = y
-    found = token_logprobs(
-        params,
-        tokens,
-        np.full((len(whole), 1), len(X)),
-        np.array([[len(y)] for y in whole]),
-        response_bucket=LIMIT,
-        config=CONFIG,
-        scoring=Scoring(eos_ids=(EOS,)),
-    )
-    chance = np.exp(np.asarray(found)[:, 0, len(state) :].sum(-1))
-    np.testing.assert_allclose(chance.sum(), 1, rtol=1e-4)
-    return float((chance * [reward_of(y) for y in whole]).sum())
+    if len(state) == LIMIT or EOS in state:
+        return reward_of(state)
+    after = teacher_forced(CONFIG, params, [*X, *state], [0])[0]  # the 0 is not read
+    return sum(p * exact_value(params, (*state, token)) for token, p in enumerate(np.exp(after)))
 
 
 def test_advantages_are_those_of_the_exact_values(decoder, published):
@@ -130,18 +108,7 @@ def test_tokens_between_two_states_share_their_advantage():
 def test_a_ticket_brings_advantages(decoder, published):
     prompts = SimpleNamespace(from_number=lambda number: (number, PROMPT))
     house = House(1, prompts=prompts)
-    searcher = Searcher(
-        SearchParts(
-            index=0,
-            weights=lambda: published,
-            evaluated=lambda version: None,
-            sampler=make_sampler(decoder, 4),
-            grader=GRADER,
-            evaluator=None,
-            given=None,
-        ),
-        house.owner,
-    )
+    searcher = make_searcher(house.owner, make_sampler(decoder, 4), GRADER, lambda: published)
     house.owner.allow(1, 0)
     while not house.owner.is_done:
         assert searcher.step() or searcher.grade()
