@@ -104,10 +104,6 @@ def fake_workdir(
         "eval": {"before": evaluations[0], "after": {**evaluations[-1], "step": made_steps}},
         "steps": made_steps,
         "wall_s": clock + 3.0,
-        "time_to_first_step_s": 10.3,
-        "tokens_per_s": {"decoded": 8120.0, "trained": 11850.0},
-        "idle_s": {"trainer": 2.1, "searchers": [4.0, 4.2]},
-        "staleness": {"mean": 1.8, "p50": 1, "p95": 5, "max": 12},
         "ledger": {
             "generated": generated,
             "waiting": 128,
@@ -118,7 +114,6 @@ def fake_workdir(
             "used": 256 * made_steps,
             "trained_unique": min(generated, 180 * made_steps),
         },
-        "sync": {"count": made_steps // 2, "mean_s": 0.03, "max_s": 0.06},
         "kinds": ["worked"],
         "samples": [dict(zip(NAMES, sample, strict=True)) for sample in SAMPLES],
         "hardware": "2 CPU cores",

@@ -6,15 +6,16 @@ import json
 import os
 import pty
 import resource
-import shutil
 import signal
 import subprocess
 import sys
 import time
 
 import pytest
-from commands import ROOT, SYNC, arguments, command, environment, losses, run, start, wait_for
+from commands import ROOT, SYNC, command, environment, losses, run, start, wait_for
+from fake_workdir import fake_workdir
 
+from tba_jax.report.build import build_report
 from tba_jax.run.checkpoint import load_host_state
 from tests.chaos.killer import check_finished, kill_often
 
@@ -44,14 +45,6 @@ def test_a_policy_that_diverges_stops_the_run_and_keeps_the_checkpoint(cache, tm
     assert line.startswith("error: ") and "Lower --config.optimizer.learning_rate" in line, line
     step, host_state = load_host_state(str(workdir))
     assert step == 1 and "buffer" in host_state
-
-
-def test_a_buffer_that_holds_no_batch_ends_the_run_that_would_search_for_ever(cache, tmp_path):
-    """One response of each prompt would fit by its bookkeeping, and does not with its tokens."""
-    done = run(tmp_path / "run", "eval.period=0", "replay.max_bytes=900", cache=cache, code=1)
-    (line,) = done.stderr.strip().splitlines()
-    assert line.startswith("error: no batch of 4 prompts can be drawn")
-    assert "of 900 bytes); responses so far: {'generated': " in line
 
 
 def test_a_disk_that_fills_up_ends_the_run_and_it_continues_when_there_is_room(cache, tmp_path):
@@ -90,18 +83,6 @@ def assert_saved(workdir):
     assert json.loads((workdir / "report.json").read_text())["steps"] == step
 
 
-def test_a_signal_that_would_end_the_process_saves_first(cache, tmp_path):
-    workdir = tmp_path / "run"
-    process = start(workdir, *LONG, cache=cache)
-    wait_for(lambda: len(losses(workdir)) >= 2, process=process, timeout=DEADLINE_S)
-    process.send_signal(signal.SIGHUP)
-    process.send_signal(signal.SIGHUP)  # a terminal that closes sends one, and its shell another
-    out, err = process.communicate(timeout=DEADLINE_S)
-    assert process.returncode == 128 + signal.SIGHUP and "error" not in err, err
-    assert "Stopped by SIGHUP at step " in " ".join(out.split())
-    assert_saved(workdir)
-
-
 @pytest.mark.parametrize("is_ignored", [False, True])
 def test_a_terminal_that_is_closed(cache, tmp_path, is_ignored):
     """The run saves and ends, or goes on without a terminal where it was told to ignore that."""
@@ -126,51 +107,18 @@ def test_a_terminal_that_is_closed(cache, tmp_path, is_ignored):
     assert_saved(workdir)
 
 
-def run_module(module, *arguments, folder, cache, before=(), **options):
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
-    return subprocess.run(
-        [*before, sys.executable, "-m", f"tba_jax.{module}", *arguments],
-        text=True, timeout=DEADLINE_S, env=environment(cache), cwd=folder, **options,
-    )  # fmt: skip
-
-
-def check_one_line(done, text):
-    """Check that a command failed with one line, which has this text and wants no bug report."""
-    assert done.returncode in (1, 2), (done.returncode, done.stdout, done.stderr)
-    (line,) = done.stderr.splitlines()
-    assert line.startswith("error: ") and text in line, line
-    assert "bug report" not in line and len(line) < 2000, line
-
-
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory, cache):
-    """The work directory of a run that ended."""
-    workdir = tmp_path_factory.mktemp("finished") / "run"
-    run(workdir, "driver=sync", cache=cache)
-    return workdir
-
-
-def test_a_report_on_a_disk_that_is_full_is_one_line(finished, cache):
-    page = (finished / "report.html").read_bytes()
-    limited = ["prlimit", "--fsize=10000"]
-    done = run_module("report", ".", folder=finished, cache=cache, before=limited)
-    check_one_line(done, "cannot be used: File too large. Make room")
-    assert (finished / "report.html").read_bytes() == page
+def test_a_report_on_a_disk_that_is_full_is_one_line(cache, tmp_path):
+    fake_workdir(tmp_path, num_steps=20)
+    page = build_report(tmp_path).read_bytes()
+    report = [sys.executable, "-m", "tba_jax.report", str(tmp_path)]
+    limited = ["prlimit", "--fsize=10000", *report]
     with open("/dev/full", "w") as output:
-        done = run_module("report", ".", folder=finished, cache=cache, stdout=output)
-    check_one_line(done, "standard output or a file cannot be used: No space left on device")
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs the right to mount")
-@pytest.mark.parametrize("module", ["report", "main"])
-def test_a_read_only_run_is_one_line(module, finished, cache):
-    unfinished = finished.with_name(f"unfinished-{module}")
-    shutil.copytree(finished, unfinished)
-    shutil.rmtree(unfinished / "checkpoints" / "8")
-    (unfinished / "report.json").unlink()
-    mount = f"mount --bind {unfinished} {unfinished} && "
-    mount += f"mount -o remount,bind,ro {unfinished} && exec "
-    before = ["unshare", "-m", "sh", "-c", mount + '"$@"', "sh"]
-    flags = arguments(unfinished, "driver=sync") if module == "main" else [str(unfinished)]
-    done = run_module(module, *flags, folder=finished, cache=cache, before=before)
-    check_one_line(done, "Read-only file system")
+        for command, stdout, message in (
+            (limited, subprocess.PIPE, "cannot be used: File too large. Make room"),
+            (report, output, "standard output or a file cannot be used: No space left on device"),
+        ):
+            pipes = {"stdout": stdout, "stderr": subprocess.PIPE, "text": True}
+            done = subprocess.run(command, env=environment(cache), timeout=DEADLINE_S, **pipes)
+            (line,) = done.stderr.splitlines()
+            assert line.startswith("error: ") and message in line and "bug report" not in line
+            assert done.returncode in (1, 2) and (tmp_path / "report.html").read_bytes() == page

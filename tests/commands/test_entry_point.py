@@ -38,8 +38,9 @@ def test_an_unexpected_error_has_a_traceback_and_others_are_one_line(capsys):
     assert code == 1 and "in fail" in "".join(trace) and trace[-1] == "KeyError: 'event'"
     assert line == "error: unexpected KeyError: attach the traceback above to a bug report"
     assert told(UserError("give another"), capsys) == (2, ["error: give another"])
-    code, (line,) = told(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "/a/loss.png"), capsys)
-    assert code == 1 and "error: /a/loss.png cannot be used: No space left on device. Make" in line
+    for number, advice in ((errno.ENOSPC, "Make room"), (errno.EROFS, "Make it writable")):
+        code, (line,) = told(OSError(number, reason := os.strerror(number), "/a/b"), capsys)
+        assert code == 1 and f"error: /a/b cannot be used: {reason}. {advice}" in line
 
 
 def test_a_closed_output_ends_a_command_without_a_line():

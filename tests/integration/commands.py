@@ -10,6 +10,12 @@ import sys
 import time
 from pathlib import Path
 
+import jax
+import numpy as np
+
+from tba_jax.commands import evaluate, export
+from tba_jax.commands.saved import load_policy
+from tba_jax.models import model as models
 from tba_jax.remote.messages import decode
 from tba_jax.replay.records import from_snapshot
 from tba_jax.run.checkpoint import load_host_state
@@ -174,3 +180,19 @@ def assert_every_ticket_once(workdir):
     assert len(set(waiting)) == len(waiting) and not set(merged) & set(waiting)
     assert set(merged) | set(waiting) <= done
     assert meta["_num_generated"] == (len(done) - meta["num_skipped"]) * size
+
+
+def evaluated(workdir, capsys):
+    """Figures of the command `evaluate`, and of the last evaluation of the run."""
+    assert evaluate.main([f"--workdir={workdir}", "--json"]) == 0
+    return json.loads(capsys.readouterr().out.splitlines()[-1]), report(workdir)["eval"]["after"]
+
+
+def exported(workdir, out):
+    """(architecture, parameters) of the run's policy in a folder, read again."""
+    assert export.main([f"--workdir={workdir}", f"--out={out}"]) == 0
+    found = models.describe(str(out))
+    params = found.load_params()
+    trained = load_policy(str(workdir))[2]
+    jax.tree.map(np.testing.assert_array_equal, params, jax.device_get(trained))
+    return found.config, params

@@ -69,14 +69,3 @@ def test_an_interrupted_fleet_is_resumed_by_the_same_command(tmp_path):
     assert again.end() == 0, again.told()
     assert "resumed" in again.told()
     check(again.workdir, 8)
-
-
-@pytest.mark.slow
-def test_a_fleet_that_waits_for_its_bound_keeps_it(tmp_path):
-    """Weights take steps to arrive here, and nothing is trained more than two steps late."""
-    bound = {"replay.pace": "trainer", "replay.max_staleness": 2, "replay.recency_prob": 1.0}
-    fleet = Fleet(tmp_path / "run", num_steps=30, **bound)
-    assert fleet.end() == 0, fleet.told()
-    report = check(fleet.workdir, 30)
-    assert 0 < report["staleness"]["max"] <= 2
-    assert report["idle_s"]["trainer"] > 0

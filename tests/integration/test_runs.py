@@ -2,18 +2,16 @@
 """The main command in both drivers: kills, reports, own tasks, episodes; sync is reproducible."""
 
 import json
-import re
 import shutil
 import signal
 
-import jax
-import numpy as np
 import pytest
 from commands import (
     ROOT,
     SYNC,
     assert_trained,
-    is_balanced,
+    evaluated,
+    exported,
     lines,
     losses,
     report,
@@ -24,8 +22,7 @@ from commands import (
 from fake_models import load_folder
 
 import tba_jax
-from tba_jax.commands import evaluate, export
-from tba_jax.commands import saved as saved_run
+from tba_jax.commands import export
 from tba_jax.run import model_parts
 
 
@@ -62,34 +59,18 @@ def test_two_searchers_sigkill_and_resume_have_the_losses_of_the_reference(
     assert steps[0] == steps[1]
     for name in ("eval", "ledger", "staleness"):
         assert report(workdir)[name] == report(reference)[name]
-
-
-def test_report_and_ledger_of_a_finished_run(reference):
-    report = json.loads((reference / "report.json").read_text())
-    ledger = report["ledger"]
-    assert ledger["generated"] == 8 * 4 * 16 and is_balanced(ledger)
-    assert report["eval"]["before"]["n"] == report["eval"]["after"]["n"] == 16
-    assert report["steps"] == 8
+    assert report(reference)["ledger"]["generated"] == 8 * 4 * 16
+    assert_trained(reference, 8)
     records = [r for r in lines(reference / "metrics.jsonl") if "train/loss" in r]
     # Sampler and trainer compute the same log-probs, up to float32 rounding over 48 tokens.
     assert all(0 <= r["train/sampler_gap"] < 1e-4 for r in records)
-    page = (reference / "report.html").read_text()
-    assert "pass@1" in page
-    assert not re.search(r"""(src|srcset|href)\s*=\s*["']?\s*https?:|url\(|@import""", page)
 
 
 def test_evaluate_and_export_agree_with_the_run(reference, tmp_path, capsys):
-    after = json.loads((reference / "report.json").read_text())["eval"]["after"]
-    assert evaluate.main([f"--workdir={reference}", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    result, after = evaluated(reference, capsys)
     assert (result["pass_at_1"], result["n"]) == (after["pass_at_1"], after["n"])
-
-    assert export.main([f"--workdir={reference}", f"--out={tmp_path / 'model'}"]) == 0
-    start, _, _ = load_folder(str(model_parts.START_MODEL))
-    config, params, _ = load_folder(str(tmp_path / "model"))
-    trained = saved_run.load_policy(str(reference))[2]
-    assert config == start
-    jax.tree.map(np.testing.assert_array_equal, params, jax.device_get(trained))
+    config, _ = exported(reference, tmp_path / "model")
+    assert config == load_folder(str(model_parts.START_MODEL))[0]
     card = (tmp_path / "model" / "README.md").read_text()
     assert f"| pass@1 | 37.5% | {after['pass_at_1']:.1%} |" in card and "after 8 steps" in card
     capsys.readouterr()
@@ -214,11 +195,3 @@ def test_a_chat_data_set_trains_with_trl_rewards_from_elsewhere(cache, tmp_path)
     assert report["ledger"]["rejected"] == {}
     prompt = report["samples"][0]["prompt"]
     assert prompt.startswith("<bos><system>Add up.<user>") and prompt.endswith("<assistant>")
-
-    records = lines(workdir / "metrics.jsonl")
-    step = next(r for r in records if "train/loss" in r)
-    weighted = [
-        step[f"search/reward_part_{n}"] * w for n, w in zip(names, (1, 0.5, 0.01), strict=True)
-    ]
-    # Not quite the mean reward: format_reward's mean leaves out what it does not apply to.
-    assert step["search/reward_mean"] == pytest.approx(sum(weighted), abs=0.25)

@@ -7,12 +7,10 @@ import math
 import jax
 import numpy as np
 import pytest
-from commands import SYNC, lines, losses, run
+from commands import SYNC, evaluated, exported, lines, losses, run
 from fake_models import load_folder
 from red_team_models import write_gpt2, write_llama, write_minilm, write_roberta
 
-from tba_jax.commands import evaluate, export
-from tba_jax.commands import saved as saved_run
 from tba_jax.models import model as models
 from tba_jax.run.model_parts import START_MODEL
 from tests.serving.served_model import ServedModel
@@ -35,17 +33,11 @@ def test_the_policy_learns_and_only_adapters_are_written_and_read(cache, tmp_pat
     saved = (reference / "checkpoints" / "8" / "train_state").rglob("*")
     assert sum(path.stat().st_size for path in saved if path.is_file()) < 0.2 * whole
 
-    after = json.loads((reference / "report.json").read_text())["eval"]["after"]
-    assert evaluate.main([f"--workdir={reference}", "--json"]) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    result, after = evaluated(reference, capsys)
     assert (result["pass_at_1"], result["n"]) == (after["pass_at_1"], after["n"])
-
-    assert export.main([f"--workdir={reference}", f"--out={tmp_path / 'model'}"]) == 0
-    config, params, _ = load_folder(str(tmp_path / "model"))
+    config, params = exported(reference, tmp_path / "model")
     start_config, base, _ = load_folder(str(START_MODEL))
-    trained = saved_run.load_policy(str(reference))[2]
     assert config == start_config
-    jax.tree.map(np.testing.assert_array_equal, params, jax.device_get(trained))
     changed = {k for k, x in params["layers"].items() if not np.array_equal(x, base["layers"][k])}
     assert changed == {"q", "k", "v", "o"}
     again = models.describe(str(tmp_path / "model" / "adapter")).load_params()
@@ -147,10 +139,8 @@ def test_the_miniature_runs_and_evaluate_agrees(cache, tmp_path, capsys):
     workdir = tmp_path / "run"
     overrides = ("driver=sync", "task.num_eval_prompts=32")
     run(workdir, *overrides, cache=cache, config="configs/tldr.py")
-    after = json.loads((workdir / "report.json").read_text())["eval"]["after"]
+    again, after = evaluated(workdir, capsys)
     assert set(after) >= METRICS
-    assert evaluate.main([f"--workdir={workdir}", "--json"]) == 0
-    again = json.loads(capsys.readouterr().out.splitlines()[-1])
     # Another process with other compiler settings: float32 rounding, the same responses.
     assert again["win_rate"] == after["win_rate"]
     for name in METRICS:

@@ -115,20 +115,14 @@ def facts():
     return child.answer(request())
 
 
-def test_residents_are_those_of_the_run(facts):
-    size = 4 * facts.num_params
-    trainer = facts.trainer.residents
-    assert trainer["parameters"] == size
-    assert trainer["optimiser state"] == pytest.approx(2 * size, abs=64)  # and two counters
-    assert facts.searcher.residents["weights in use"] == size
-
-
 def test_programs_of_a_run_are_compiled_with_their_memory_and_least_times(facts):
     names = ["train_step", "publish", "decode_chunk"]
     done = command.plan(request(), facts, names, child.answer)
     assert done.fits
     step, publish, chunk = done.programs
-    held = facts.trainer.residents
+    held, size = facts.trainer.residents, 4 * facts.num_params
+    assert held["parameters"] == facts.searcher.residents["weights in use"] == size
+    assert held["optimiser state"] == pytest.approx(2 * size, abs=64)  # and two counters
     assert step.hbm["parameters"] == publish.hbm["parameters"] == held["parameters"]
     assert publish.hbm["outputs"] == pytest.approx(held["parameters"], rel=0.01)
     assert chunk.hbm["KV cache"] > 0 and step.hbm["temporaries"] > 0

@@ -106,6 +106,11 @@ def test_a_page_is_not_replaced_by_one_with_fewer_steps(tmp_path, capsys):
 def test_what_is_no_run_or_damaged_is_refused_in_one_line(tmp_path, capsys):
     assert run_command(lambda: main([str(tmp_path / "nothing")])) == 2
     assert "nothing holds no run: there is no" in capsys.readouterr().err
+    theirs = dict.fromkeys(("report.html", "metrics.jsonl"), "of another program")
+    for name, text in theirs.items():
+        (tmp_path / name).write_text(text)
+    assert run_command(lambda: main([str(tmp_path)])) == 2
+    assert {x.name: x.read_text() for x in tmp_path.iterdir()} == theirs
     fake_workdir(tmp_path, num_steps=4)
     report = tmp_path / "report.json"
     write_json(report, {**json.loads(report.read_text()), "economy": 3})

@@ -1,16 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Number extraction and the rewards made of it."""
 
-import json
-import os
-
 import pytest
 
 from tba_jax.rewards import numeric
-from tba_jax.rewards.numeric import arithmetic_reward, gsm8k_answer, gsm8k_gold, gsm8k_reward
+from tba_jax.rewards.numeric import arithmetic_reward, gsm8k_answer, gsm8k_reward
 from tba_jax.tasks.gsm8k import GSM8KOfficial
-
-GSM8K = os.path.join(os.path.dirname(__file__), "..", "..", "..", "shared", "data", "gsm8k")
 
 
 @pytest.mark.parametrize(
@@ -108,24 +103,3 @@ def test_chat_messages_are_graded_as_their_text():
 def test_the_prompt_is_that_of_the_papers_code():
     prompt = GSM8KOfficial.text.format(question="1+1?")
     assert prompt == "[MATH TASK] Problem:\n1+1?\n\nSolution:\n"
-
-
-@pytest.mark.skipif(not os.path.isdir(GSM8K), reason="../shared/data/gsm8k is absent")
-def test_every_gsm8k_gold_answer_grades_as_itself_and_as_no_other():
-    golds = []
-    for split in ("train", "test"):
-        with open(os.path.join(GSM8K, f"{split}.jsonl"), encoding="utf-8") as file:
-            golds += [json.loads(line)["answer"] for line in file]
-    n = len(golds)
-    assert n == 8792
-    marked = [gsm8k_gold(gold) for gold in golds]
-    assert [gsm8k_answer(gold) for gold in golds] == [float(gold) for gold in marked]
-    # The whole solution, and the marked number alone, both grade as correct.
-    assert gsm8k_reward(prompts=[""] * n, completions=golds, answer=golds) == [1.0] * n
-    assert gsm8k_reward(prompts=[""] * n, completions=marked, answer=golds) == [1.0] * n
-    following = golds[1:] + golds[:1]
-    is_equal = [float(a) == float(b) for a, b in zip(marked, marked[1:] + marked[:1], strict=True)]
-    rewards = gsm8k_reward(prompts=[""] * n, completions=following, answer=golds)
-    assert rewards == [float(equal) for equal in is_equal]
-    # Counted with grep and awk over the files: neighbours that happen to be equal.
-    assert sum(is_equal) == 90
