@@ -239,7 +239,6 @@ def make_stored_weights(shared: Shared) -> StoredWeights:
         placed_shapes(jax.eval_shape(program, shapes), shardings[0]),
         shardings,
         merges,
-        start=lambda i: shared.start_params(sites.searchers[i]),
     )
 
 
@@ -257,12 +256,6 @@ def make_searchers(shared: Shared, weights: OnDevices | WeightFolder) -> tuple[S
     key = fold_in(jax.random.key(config.seed), SEARCHER_ROLE)
     environments = rewards.environments
     task_parts.check_environments(config, shared.task, environments)
-
-    def at_version(i: int, version: int) -> Published | None:
-        found = weights.at(version, i)
-        if found is None and version == 0:  # a resumed run evaluates the start model
-            found = Published(0, shared.start_params(sites[i]))
-        return found
 
     # Searchers on the same devices share a decoder, and so do all searchers on single devices.
     decoders = {
@@ -289,7 +282,9 @@ def make_searchers(shared: Shared, weights: OnDevices | WeightFolder) -> tuple[S
             SearchParts(
                 index=shared.sites.first_searcher + i,
                 weights=latest,
-                evaluated=functools.partial(at_version, i),
+                evaluated=evaluated_weights(
+                    weights.at, i, functools.partial(shared.start_params, site)
+                ),
                 sampler=Sampler(engine, config.search, key, environments, states),
                 grader=grader,
                 evaluator=task_parts.make_shard_evaluator(
@@ -301,6 +296,27 @@ def make_searchers(shared: Shared, weights: OnDevices | WeightFolder) -> tuple[S
             )
         )
     return tuple(parts)
+
+
+def evaluated_weights(
+    at: Callable[[int, int], Published | None], i: int, start: Callable[[], Any]
+) -> Callable[[int], Published | None]:
+    """Return a function: version -> its weights for searcher i, or None.
+
+    A resumed run may evaluate version 0, the start model, which is then read once by `start`.
+    """
+    started: list[Published] = []
+
+    def evaluated(version: int) -> Published | None:
+        found = at(version, i)
+        if found is not None or version:
+            started.clear()
+            return found
+        if not started:
+            started.append(Published(0, start()))
+        return started[0]
+
+    return evaluated
 
 
 def open_searchers(

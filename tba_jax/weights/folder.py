@@ -20,7 +20,7 @@ from tba_jax.devices.platform import return_free_memory
 from tba_jax.devices.sharding import storable
 from tba_jax.storage.steps import TIMEOUT_S, SavedSteps
 from tba_jax.weights.memory import OnDevices
-from tba_jax.weights.publication import Layout, PublicationError, Published
+from tba_jax.weights.publication import PublicationError, Published
 
 FOLDER = "weights"
 """Name of the folder of versions in a work directory."""
@@ -34,8 +34,7 @@ class WeightFolder(SavedSteps):
 
     Args:
         workdir: work directory of the run.
-        program: result of `make_publish_program`; None in a process that only reads. Files have the
-            trainer's layout.
+        program: result of `make_publish_program`; None in a process that only reads.
         options: further arguments of `SavedSteps`; `wanted` returns the versions under evaluation.
 
     Attributes:
@@ -44,10 +43,7 @@ class WeightFolder(SavedSteps):
     """
 
     def __init__(
-        self,
-        workdir: epath.PathLike,
-        program: Callable[[Any], Any] | None = None,
-        **options: Any,
+        self, workdir: epath.PathLike, program: Callable[[Any], Any] | None = None, **options: Any
     ) -> None:
         super().__init__(
             epath.Path(workdir) / FOLDER,
@@ -135,8 +131,6 @@ class StoredWeights(OnDevices):
     Args:
         abstract: tree of jax.ShapeDtypeStruct of the files, with shardings on this process.
         shardings, merges: as in `OnDevices`.
-        layout: function that converts restored weights to the searchers' layout.
-        start: i -> weights of the start model for searcher i, which are version 0.
         timeout_s: seconds after which an announced version that cannot be read is an error.
     """
 
@@ -147,13 +141,10 @@ class StoredWeights(OnDevices):
         shardings: Sequence[Any],
         merges: Sequence[Callable[[Any], Any]] = (),
         *,
-        layout: Layout | None = None,
-        start: Callable[[int], Any] | None = None,
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         super().__init__(shardings, merges)
-        self._workdir, self._abstract, self._layout = workdir, abstract, layout
-        self._start, self._started = start, dict[int, Any]()
+        self._workdir, self._abstract = workdir, abstract
         self._changed, self._reading = threading.Condition(), threading.Lock()
         self._files: WeightFolder | None = None
         self._announced, self._timeout_s = -1, timeout_s
@@ -168,8 +159,6 @@ class StoredWeights(OnDevices):
     def announce(self, version: int, evaluated: Collection[int]) -> None:
         """Receive the newest complete version, and the versions under evaluation."""
         self.keep_only(evaluated)
-        if 0 not in evaluated:
-            self._started.clear()
         with self._changed:
             self._announced = max(self._announced, version)
             self._changed.notify_all()
@@ -216,15 +205,10 @@ class StoredWeights(OnDevices):
             try:
                 self.put(version, self._load(version), is_newest=False)
             except PublicationError:
-                if version or self._start is None:
-                    return None
-                if i not in self._started:
-                    self._started[i] = self._start(i)
-                return Published(0, self._started[i])
+                return None
             return super().at(version, i)
 
     def _load(self, version: int) -> Any:
         if self._files is None:
             self._files = WeightFolder(self._workdir)
-        params = self._files.load(version, self._abstract)
-        return params if self._layout is None else self._layout(params)
+        return self._files.load(version, self._abstract)

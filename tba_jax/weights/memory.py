@@ -26,8 +26,7 @@ class OnDevices:
     the trainer waits for the transfer only.
 
     Args:
-        shardings: for each searcher, a sharding or a tree of shardings; None if the weights already
-            have the searcher's sharding.
+        shardings: for each searcher, a sharding or a tree of shardings.
         merges: for each searcher, a function: adapters on its devices -> weights in the layout of
             its decoder. Searchers with the same function share its result. Empty without adapters.
 
@@ -54,14 +53,11 @@ class OnDevices:
             params: weights in the searchers' dtype and layout, or adapters.
             is_newest: False: keep the version beside the newest one, for its evaluation.
         """
-        delivered: list[Any] = []
-        for i, wanted in enumerate(self._shardings):
-            first = self._shardings.index(wanted)  # searchers on the same devices share one copy
-            if first < i:
-                delivered.append(delivered[first])
-            else:
-                delivered.append(params if wanted is None else hand_over(params, wanted))
-        jax.block_until_ready(delivered)  # a searcher's thread never waits for arrays
+        # Searchers on the same devices share one copy.
+        firsts = [self._shardings.index(wanted) for wanted in self._shardings]
+        copies = {i: hand_over(params, self._shardings[i]) for i in dict.fromkeys(firsts)}
+        jax.block_until_ready(copies)  # a searcher's thread never waits for arrays
+        delivered = [copies[i] for i in firsts]
         with self._lock:
             self._held[version] = delivered
             if is_newest:

@@ -21,13 +21,9 @@ class PublicationError(RuntimeError):
     """Weights could not be written or read; the message has the version and the remedy."""
 
 
-Layout = Callable[[Any], Any]
-"""Function that rearranges a tree of weights."""
-
-
 def make_publish_program(
     dtype: jnp.dtype,
-    layout: Layout | None = None,
+    layout: Callable[[Any], Any] | None = None,
     out_shardings: Any = None,
     quantization: Quantization = "none",
     float32_leaves: Collection[str] = (),

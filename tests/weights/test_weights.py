@@ -21,7 +21,10 @@ def tree(value):
     return {"a": jnp.full((64, 3), value, jnp.float32), "b": {"c": jnp.arange(5.0) + value}}
 
 
-def memory(shardings=(None,), **changes):
+HERE = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+
+def memory(shardings=(HERE,), **changes):
     return Weights(make_publish_program(jnp.dtype(jnp.float32)), list(shardings), **changes)
 
 
@@ -97,7 +100,7 @@ def test_adapters_are_merged_once_for_searchers_with_the_same_devices():
     def other(params):
         return {"merged": params["a"]}
 
-    weights = memory([None] * 3, merges=[merge, merge, other])
+    weights = memory([HERE] * 3, merges=[merge, merge, other])
     deliver(weights, 1)
     assert weights.latest(0) is weights.latest(1) and calls == [1.0]
     assert weights.latest(2).params["merged"][0, 0] == 1.0
@@ -116,8 +119,7 @@ def writer(workdir, **options):
 def reader(workdir, devices=None, **options):
     here = [jax.sharding.SingleDeviceSharding(d) for d in devices or jax.local_devices()[:1]]
     abstract = {"w": jax.ShapeDtypeStruct((4, 4), jnp.float32, sharding=here[0])}
-    layout = lambda tree: {"kernel": tree["w"].T}  # noqa: E731
-    return StoredWeights(workdir, abstract, here, layout=layout, **options)
+    return StoredWeights(workdir, abstract, here, **options)
 
 
 def weights(value):
@@ -134,7 +136,7 @@ def names(workdir):
     return sorted(path.name for path in (workdir / "weights").iterdir())
 
 
-def test_every_reader_gets_the_newest_announced_version_in_its_layout(tmp_path):
+def test_every_reader_gets_the_newest_announced_version(tmp_path):
     devices = jax.local_devices()[:2]
     wanted: list[int] = []
     folder = writer(tmp_path, wanted=lambda: wanted)
@@ -148,8 +150,8 @@ def test_every_reader_gets_the_newest_announced_version_in_its_layout(tmp_path):
     assert stored.poll() and not stored.poll()
     for i, device in enumerate(devices):
         version, params = stored.latest(i)
-        assert version == 0 and params["kernel"].devices() == {device}
-        np.testing.assert_array_equal(params["kernel"], np.asarray(weights(0)["w"]).T)
+        assert version == 0 and params["w"].devices() == {device}
+        np.testing.assert_array_equal(params["w"], np.asarray(weights(0)["w"]))
     # A version under evaluation stays; others go when two newer ones are complete.
     wanted.append(0)
     publish(folder, 1, 2, 3)
@@ -157,19 +159,12 @@ def test_every_reader_gets_the_newest_announced_version_in_its_layout(tmp_path):
     stored.announce(3, [0])
     assert stored.poll() and stored.latest(1).version == 3
     old = stored.at(0, 1)
-    np.testing.assert_array_equal(old.params["kernel"], np.asarray(weights(0)["w"]).T)
+    np.testing.assert_array_equal(old.params["w"], np.asarray(weights(0)["w"]))
     assert stored.at(1, 0) is None and stored.latest(1).version == 3
     stored._load = None  # an older version is read once for all shards of its evaluation
     stored.announce(3, [0])
     assert stored.at(0, 0).version == stored.at(0, 1).version == 0
     folder.close()
-
-
-def test_the_start_model_replaces_version_0(tmp_path):
-    starts = []
-    stored = reader(tmp_path, start=lambda i: starts.append(i) or "start model")
-    assert [stored.at(0, 0) for _ in range(3)] == [(0, "start model")] * 3 and starts == [0]
-    assert stored.at(3, 0) is None
 
 
 def test_a_reader_follows_a_restored_trainer_and_names_damage(tmp_path, monkeypatch):
@@ -196,7 +191,7 @@ def test_a_reader_follows_a_restored_trainer_and_names_damage(tmp_path, monkeypa
     assert folder.poll()
     stored.announce(6, [])
     assert stored.poll()
-    np.testing.assert_array_equal(stored.latest(0).params["kernel"][0, 0], 60.0)
+    np.testing.assert_array_equal(stored.latest(0).params["w"][0, 0], 60.0)
     files = [path for path in (tmp_path / "weights" / "6").rglob("*") if path.is_file()]
     largest = max(files, key=lambda path: path.stat().st_size)
     data = largest.read_bytes()
