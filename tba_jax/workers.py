@@ -39,8 +39,6 @@ START_TIMEOUT_S = 60.0
 """Seconds for the start of a worker and the import of the user's module, on a busy machine."""
 MOST_DEADLINES = 10
 """Number of deadlines after which a coroutine that waits for ever is late."""
-MOST_ANSWER_BYTES = 2**24
-"""Maximum size of an answer; a worker that sends more is killed."""
 MAX_MEMORY_BYTES = 16 * 2**30
 """Limit of the memory that a worker allocates."""
 _START = "its start, with the import of the user's module (move slow work into the function),"
@@ -165,8 +163,6 @@ class _Worker(asyncio.Protocol):
             self.free_s = time.monotonic()
             if number in self.answers:
                 self.answers.pop(number).set_result(answer)
-        if len(self._received) > MOST_ANSWER_BYTES:
-            self.end("crash", f"an answer has more than {MOST_ANSWER_BYTES} bytes")
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.end("crash", "its process ended")

@@ -38,13 +38,7 @@ _ERROR, _CRASH = "reward_error", "reward_crash"
 _FAILED = (_ERROR, _CRASH, "reward_timeout")  # reasons of all responses of a call that failed
 _LARGEST = 3.4028234e38  # rewards are float32
 _MOST_TEXT = 4000  # characters of a traceback: an exception may carry megabytes
-# Arguments of TRL that are not passed, and what to do instead.
-_HINTS = {
-    "environments": "Give the class of the environment a method get_reward(), whose value is added",
-    "trainer_state": "Reward processes do not see the trainer. Leave the argument out",
-    "log_extra": "No table of completions is logged. Leave the argument out, or use log_metric",
-}
-_CHATS = "The completion of a chat is a list of messages: its text is completion[0]['content']"
+_CHATS = " The completion of a chat is a list of messages: its text is completion[0]['content']"
 
 # --- in the worker -------------------------------------------------------------------------------
 
@@ -53,7 +47,10 @@ def imported(name: str) -> Any:
     """Return the object package.module:NAME or path/to/file.py:NAME, or raise any exception."""
     module, _, own = name.strip().rpartition(":")
     found = import_file(module) if module.endswith(".py") else importlib.import_module(module)
-    return operator.attrgetter(own)(found)
+    try:
+        return operator.attrgetter(own)(found)
+    except AttributeError:  # its message has the name under which the file was imported
+        raise AttributeError(f"{module} has no attribute {own!r}") from None
 
 
 def accepted(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
@@ -173,8 +170,8 @@ class RewardPool(RewardSource):
     logs: Path | None = None
 
     def __post_init__(self) -> None:
-        options: Any = {"num_workers": self.num_workers, "logs": self.logs}
-        self._workers = WorkerPool("reward", make_handler, (self.function,), **options)
+        of_pool = ("reward", make_handler, (self.function,))
+        self._workers = WorkerPool(*of_pool, num_workers=self.num_workers, logs=self.logs)
         self._here: Any = None if self.num_workers else make_handler(self.function)
         prompt, columns = self.row or ("", {})
         answer = columns.get("answer", columns.get("reference_answer"))
@@ -187,13 +184,11 @@ class RewardPool(RewardSource):
         """Wait until a worker has tried the function on the row; a late trial does not fail."""
         score = self._trial.result()[0] if self._trial else Score(0.0)
         if score.reason in (_ERROR, _CRASH):
-            reason = score.text.splitlines()[-1]
-            hints = [text for name, text in _HINTS.items() if f"'{name}'" in reason]
-            hints += [] if isinstance(self._offered["completions"], str) else [_CHATS]
+            about_chats = "" if isinstance(self._offered["completions"], str) else _CHATS
             raise ValueError(
                 f"reward function {self.function!r} fails on the first row, with its answer as the "
-                f"completion: {reason}. It may take {', '.join(self._offered)} and log_metric. "
-                f"{' '.join(hints)}\n{score.text}"
+                f"completion: {score.text.splitlines()[-1]}. It may take only "
+                f"{', '.join(self._offered)} and log_metric.{about_chats}\n{score.text}"
             )
 
     async def score(self, completions: Sequence[Completion]) -> list[Score]:

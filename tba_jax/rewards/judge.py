@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tba_jax.rewards.numeric import Content, optional, text_of
+from tba_jax.rewards.numeric import Content, last_number, optional, text_of
 from tba_jax.rewards.scores import Score
 
 openai = optional("openai", "a judge", "judge")
@@ -28,11 +28,6 @@ _FAILURES = {
     openai.RateLimitError: "judge_rate_limit",
     openai.OpenAIError: "judge_error",
 }
-
-
-def last_number(text: str) -> float:
-    """Return the last number of a judge's answer, or raise IndexError if there is none."""
-    return float(re.findall(r"[-+]?\d+(?:\.\d+)?", text)[-1])
 
 
 def conversation(*contents: Content) -> str:
@@ -50,7 +45,7 @@ class Judge:
         model: name of the model at that address.
         prompt: text of a request, with {prompt} (its last message), {completion}, {conversation}
             (all messages of both) and {COLUMN} filled in.
-        parse: answer of the model -> reward; raises an exception if the answer has no reward.
+        parse: answer of the model -> reward; None or any exception: the answer has no reward.
         sampling: further fields of each request.
         concurrency: maximum number of concurrent requests of a process.
         timeout_s: timeout of a request.
@@ -61,7 +56,7 @@ class Judge:
     _: dataclasses.KW_ONLY
     model: str
     prompt: str
-    parse: Callable[[str], float] = last_number
+    parse: Callable[[str], float | None] = last_number
     sampling: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     concurrency: int = 16
     timeout_s: float = 30.0
@@ -95,8 +90,8 @@ class Judge:
         try:
             async with self._free:
                 answer = await self._client.chat.completions.create(**fixed)
-            reward = float(self.parse(answer.choices[0].message.content or ""))
-            return self._cache.setdefault(text, Score(reward))
+            reward: Any = self.parse(answer.choices[0].message.content or "")
+            return self._cache.setdefault(text, Score(float(reward)))
         except openai.OpenAIError as error:
             name = next(name for kind, name in _FAILURES.items() if isinstance(error, kind))
             return Score(None, name, f"{error!s:.{_MOST_TEXT}} ({error.__cause__})")

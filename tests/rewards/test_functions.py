@@ -44,8 +44,6 @@ def optional(completions, trainer_state=None, log_metric=None):
     return [1.0] * len(completions)
 
 def needs_state(completions, trainer_state): ...
-def needs_environments(completions, environments): ...
-def needs_log_extra(completions, log_extra): ...
 
 def logs(completions, log_metric):
     log_metric("words", sum(len(c.split()) for c in completions))
@@ -138,10 +136,15 @@ def test_a_file_hides_no_module_of_that_name(path):
         ("no_such.module:f", "No module named 'no_such'. Want package.module:function"),
         ("no_colon", "Empty module name. Want package.module:function"),
         ("{path}:np", "is a module, not a function"),
-        ("{path}:no_prompts", r"no_prompts\(\) missing .* 'target'. It may take .*, answer, comp"),
-        ("{path}:needs_state", "missing .* 'trainer_state'. .* Reward processes do not see the"),
-        ("{path}:needs_environments", r"'environments'. .* a method get_reward\(\)"),
-        ("{path}:needs_log_extra", "'log_extra'. .* No table of completions is logged"),
+        (
+            "{path}:no_prompts",
+            r"no_prompts\(\) missing .* 'target'. It may take only .* answer, comp",
+        ),
+        (
+            "{path}:needs_state",
+            r"missing .* 'trainer_state'. It may take only prompts, completions,",
+        ),
+        ("{path}:scroe", r"AttributeError: /.*/rewards\.py has no attribute 'scroe'\. Want"),
     ],
 )
 def test_what_cannot_be_used_is_said_at_the_start(path, function, message):

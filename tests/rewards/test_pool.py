@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The reward pool against rewards that hang, raise, crash, flood and return nonsense."""
+"""The reward pool against rewards that hang, raise, crash and return nonsense."""
 
 import asyncio
 import contextlib
@@ -23,7 +23,6 @@ from tba_jax.rewards.scores import Completion, RewardFailure, Score
 # A user's module in the working directory: what the reward does is written in the completion.
 REWARDS = '''
 import asyncio, os, signal, subprocess, sys, time
-from tba_jax.rewards.scores import Score
 
 ACTIONS = {
     "hang": lambda: time.sleep(600),
@@ -32,7 +31,6 @@ ACTIONS = {
     "nan": lambda: float("nan"),
     "none": lambda: None,
     "memory": lambda: float(len(bytearray(2**35))),
-    "flood": lambda: Score(None, "flood", "x" * 3 * 2**23),
     "pid": os.getpid,
 }
 
@@ -181,7 +179,6 @@ FAILURES = {
     "nan": ("reward_nan", "returned nan"),
     "memory": ("reward_error", "MemoryError"),
     "message": ("reward_error", "(cut)"),
-    "flood": ("reward_crash", "an answer has more than"),
     "none": ("reward_none", "returned None"),
     "hang": ("reward_timeout", "took longer than 2 s"),
 }

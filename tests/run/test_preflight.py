@@ -57,8 +57,14 @@ BROKEN = {
         "config.search.engine = 'http://127.0.0.1:9/v1': not reachable",
     ),
     "a function that fails": ({"task__reward": "{}/rewards.py:raises"}, "undefined"),
-    "a misspelt function": ({"task__reward": "{}/rewards.py:scroe"}, "has no attribute 'scroe'"),
-    "no such environment": ({"task__environment": "{}/rewards.py:Env"}, "no attribute 'Env'"),
+    "a misspelt function": (
+        {"task__reward": "{}/rewards.py:scroe"},
+        "/rewards.py has no attribute 'scroe'",
+    ),
+    "no such environment": (
+        {"task__environment": "{}/rewards.py:Env"},
+        "/rewards.py has no attribute 'Env'",
+    ),
     "a missing column": ({"task__columns": "prompt=query"}, "no column 'query'"),
     "a missing model": ({"model__path": "{}/model"}, "/model' is not a folder"),
     "a damaged row": ({"task__data_path": "{}/bad.jsonl"}, "bad.jsonl, line 2"),
