@@ -30,7 +30,6 @@ CHECKED = (
     "tba_jax.train.losses",
     "tba_jax.train.groups",
     "tba_jax.train.ppo",
-    "tba_jax.train.vineppo",
     "tba_jax.train.optimizers",
     "tba_jax.train.rounding",
     "tba_jax.flow.layout",

@@ -103,7 +103,7 @@ def gradient_of(batch, settings=SETTINGS, params=None, head=None):
         head_size=0 if head is None else CONFIG.hidden_size,
     )
     state = state._replace(head=jax.tree.map(jnp.copy, head))
-    step = make_train_step(CONFIG, keep_gradient(), optax.constant_schedule(0.0), settings)
+    step = make_train_step(CONFIG, keep_gradient(), Schedule(0.0), settings)
     state, outputs = step(state, batch)
     return jax.device_get((state.opt_state.inner_state, outputs))
 
@@ -119,7 +119,7 @@ DIVISIBLE = tiny_config(
     qkv_bias=True, num_heads=8, head_dim=4, mlp_size=24, vocab_size=64, tie_embeddings=False
 )
 REMAT = replace(SETTINGS, remat="layers")
-SCHEDULE = optax.constant_schedule(0.1)
+SCHEDULE = Schedule(0.1)
 # Momentum, so that there is optimiser state; Adam's first update is the gradient's sign, which
 # magnifies rounding.
 OPTIMIZER = optax.trace(decay=0.9)

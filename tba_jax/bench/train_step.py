@@ -27,7 +27,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import Mesh
 
 from tba_jax.bench import harness
@@ -225,8 +224,7 @@ def _our_step(job: Figures, device: Any = None) -> Any:
         is_whole=job["micro_batch_rows"] >= job["group_size"],
         remat=job["remat"],
     )
-    rate = optax.constant_schedule(_LEARNING_RATE)
-    return make_train_step(config, optimizer, rate, settings, shardings)
+    return make_train_step(config, optimizer, Schedule(_LEARNING_RATE), settings, shardings)
 
 
 def _naive_step(job: Figures) -> Callable[..., Any]:

@@ -47,9 +47,9 @@ from tba_jax.train.config import BatchSettings
 from tba_jax.train.groups import Groups, Terms
 from tba_jax.train.losses import summed
 from tba_jax.train.objectives import Needs, Objective, objective
-from tba_jax.train.optimizers import learning_rate_schedule, make_optimizer
+from tba_jax.train.optimizers import make_optimizer
 from tba_jax.train.state import make_init_state, step_shardings
-from tba_jax.train.step import StepSettings, make_log_likelihood, make_train_step
+from tba_jax.train.step import StepSettings, make_reference_pass, make_train_step
 
 _RATE = Schedule(3e-5, shape="cosine")
 DEFAULTS = replace(Config(), {"batch.num_prompts": 64, "optimizer.learning_rate": _RATE})
@@ -140,7 +140,7 @@ def fine_tune(
     config = source.config
     if adapters.rank:
         config = lora.with_adapters(config, adapters.rank, adapters.alpha, adapters.modules)
-    rate = learning_rate_schedule(settings.optimizer.learning_rate, settings.num_steps)
+    rate = settings.optimizer.learning_rate.over(settings.num_steps)
     optimizer = make_optimizer(settings.optimizer)
     rows = math.ceil(batch.micro_batch_rows / shape.num_parts) * shape.num_parts
     step_settings = StepSettings(
@@ -173,14 +173,16 @@ def fine_tune(
     state = make_init_state(optimizer, shardings)(params)
     del params, loaded
     step = make_train_step(config, optimizer, rate, step_settings, shardings)
-    score = make_log_likelihood(config, step_settings, shardings)
+    score = make_reference_pass(config, step_settings, shardings)
+    scored = dataclasses.replace(layout, reference="scored")
     stream, losses, eval_losses = batches(examples, layout, settings.seed), [], []
     for i in range(settings.num_steps + 1):
         is_last = i == settings.num_steps
         if held_out and (is_last or settings.eval.period and i % settings.eval.period == 0):
-            found = [score(state.params, placed(x), *base) for x in _in_order(held_out, layout)]
-            total, num = np.sum(np.array(found, np.float64), axis=0)
-            eval_losses.append((i, float(-total / num)))
+            rows = [*_in_order(held_out, scored)]
+            found = [score(state.params, placed(x), *base) for x in rows]  # 0 where nothing counts
+            total = sum(np.asarray(x, np.float64).sum() for x in found)
+            eval_losses.append((i, float(-total / sum(x.mask.sum() for x in rows))))
             print(f"step {i}: {eval_losses[-1][1]:.4f} nats per held-out token", flush=True)
         if is_last:
             break

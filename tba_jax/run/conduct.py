@@ -120,7 +120,6 @@ def write_report_json(run: Run) -> dict[str, Any]:
         "staleness": counters.staleness(),
         "ledger": {**run.buffer.ledger(), **owner.ledger()},
         "economy": run.buffer.economy(),
-        "sync": counters.syncs(),
         "skipped_prompts": {"train": owner.num_skipped, "eval": run.evaluator.num_skipped},
         "kinds": list(run.shared.task.response_kinds),
         "samples": [] if before is None or after is None else _samples(run, before, after),

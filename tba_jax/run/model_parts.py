@@ -28,7 +28,7 @@ from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import on_mesh, param_shardings
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig, unstack_layers
-from tba_jax.train.optimizers import learning_rate_schedule, make_optimizer
+from tba_jax.train.optimizers import make_optimizer
 from tba_jax.train.state import StepShardings, step_shardings
 from tba_jax.train.step import StepSettings, make_reference_pass, make_train_step
 from tba_jax.weights.publication import make_publish_program
@@ -220,7 +220,7 @@ def make_step_programs(
         remat=remat_of(config),
         rounding_seed=config.seed,
     )
-    rate = learning_rate_schedule(config.optimizer.learning_rate, config.num_steps)
+    rate = config.optimizer.learning_rate.over(config.num_steps)
     optimizer = make_optimizer(config.optimizer)
     update = make_train_step(policy, optimizer, rate, settings, shardings)
     return update, make_reference_pass(policy, settings, shardings)

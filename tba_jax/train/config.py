@@ -66,10 +66,7 @@ class ObjectiveSettings(Section):
     def replaced(self, values: Mapping[str, Any]) -> Self:
         """Return the settings with these values; `own` gets those that only one objective has.
 
-        A new name drops what only other objectives have.
-
-        Args:
-            values: values by name; None keeps the objective's default.
+        None keeps the objective's default. A new name drops what only other objectives have.
         """
         shared = {f.name for f in dataclasses.fields(self)} - {"own"}
         name, before = values.get("name", self.name), dict(self.own)

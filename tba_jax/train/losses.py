@@ -86,10 +86,7 @@ def k3(groups: Groups) -> Float[Array, "p k t"]:
 
 
 def clipped(
-    ratio: Float[Array, "*n"],
-    advantage: Float[Array, "*#n"],
-    clip_low: float,
-    clip_high: float,
+    ratio: Float[Array, "*n"], advantage: Float[Array, "*#n"], clip_low: float, clip_high: float
 ) -> tuple[Float[Array, "*n"], dict[str, Array]]:
     """Return PPO's gain, and as metrics where either side of the clip stops the gradient.
 
@@ -219,11 +216,7 @@ def rloo(groups: Groups, beta: Beta) -> Terms:
 
 @objective(Needs())
 def grpo(
-    groups: Groups,
-    beta: Beta,
-    *,
-    clip_low: ClipLow = 0.2,
-    clip_high: ClipHigh = 0.2,
+    groups: Groups, beta: Beta, *, clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.2
 ) -> Terms:
     """-mean over tokens of [min(rho A, clip(rho) A) - beta k3], A normalised by the deviation.
 
@@ -237,11 +230,7 @@ def grpo(
 
 @objective(Needs(beta="unused"))
 def dr_grpo(
-    groups: Groups,
-    beta: Beta,
-    *,
-    clip_low: ClipLow = 0.2,
-    clip_high: ClipHigh = 0.2,
+    groups: Groups, beta: Beta, *, clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.2
 ) -> Terms:
     """-sum over tokens of min(rho A, clip(rho) A), A = r - mean: no division by std or length.
 
@@ -258,11 +247,7 @@ def dr_grpo(
 
 @objective(Needs(beta="unused", total="tokens"))
 def dapo(
-    groups: Groups,
-    beta: Beta,
-    *,
-    clip_low: ClipLow = 0.2,
-    clip_high: ClipHigh = 0.28,
+    groups: Groups, beta: Beta, *, clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.28
 ) -> Terms:
     """GRPO with a wider upper clip and a mean over all tokens of the batch, without a KL term.
 
@@ -278,11 +263,7 @@ def dapo(
 
 @objective(Needs(beta="unused"))
 def gspo(
-    groups: Groups,
-    beta: Beta,
-    *,
-    clip_low: ClipLow = 3e-4,
-    clip_high: ClipHigh = 4e-4,
+    groups: Groups, beta: Beta, *, clip_low: ClipLow = 3e-4, clip_high: ClipHigh = 4e-4
 ) -> Terms:
     """-min(s A, clip(s) A), one ratio per response: s_j = (pi(y_j) / mu(y_j))^(1 / |y_j|).
 
@@ -296,11 +277,7 @@ def gspo(
 
 @objective(Needs())
 def proximal_rloo(
-    groups: Groups,
-    beta: Beta,
-    *,
-    clip_low: ClipLow = 0.2,
-    clip_high: ClipHigh = 0.2,
+    groups: Groups, beta: Beta, *, clip_low: ClipLow = 0.2, clip_high: ClipHigh = 0.2
 ) -> Terms:
     """-min(rho_j A_j, clip(rho_j) A_j), rho_j = pi / mu of a response, A leave-one-out.
 

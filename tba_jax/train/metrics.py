@@ -40,12 +40,7 @@ STRATA = (0, 1, 2, 4, 8, 16, 32)
 
 
 def step_metrics(batch: Batch, outputs: Outputs) -> dict[str, float]:
-    """Return all metrics of a step: "train/NAME" of the batch, and "stale_STALENESS/NAME".
-
-    Args:
-        batch: the batch, on the host.
-        outputs: what the train step returned.
-    """
+    """Return all metrics of a step: "train/NAME" of the batch, and "stale_STALENESS/NAME"."""
     is_drawn, sums = batch.is_drawn, outputs.sums
     tokens = batch.mask.sum(-1)
     behavior = np.where(batch.mask, batch.behavior, 0).sum(-1, dtype=np.float64)

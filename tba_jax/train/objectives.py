@@ -33,7 +33,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 # Name -> file of this folder, whose function has that name.
 _FILES = dict.fromkeys(
     "cispo dapo dr_grpo grpo gspo ipo online_dpo proximal_rloo reinforce rloo tb".split(), "losses"
-) | {"ppo": "ppo", "vineppo": "vineppo"}
+) | {"ppo": "ppo", "vineppo": "ppo"}
 
 
 class About(typing.NamedTuple):
@@ -69,11 +69,7 @@ class Needs:
 
 
 def objective(needs: Needs | Callable[..., Needs]) -> Callable[[F], F]:
-    """Return a decorator that declares what a loss function needs.
-
-    Args:
-        needs: its needs; or a function that returns them from the settings, as keywords.
-    """
+    """Return a decorator that declares the needs of a loss; a function gets the settings."""
 
     def declare(loss: F) -> F:
         typing.cast(Any, loss).needs = needs

@@ -5,7 +5,6 @@ Invariant: for every optimiser, `learning_rate` is the root mean square of an up
 steps, and `weight_decay` times the learning rate is the decay, on matrices only.
 """
 
-import functools
 from typing import Any
 
 import jax
@@ -25,12 +24,15 @@ _SMALLEST_FACTORED = 32
 def value_at(schedule: Schedule, step: ArrayLike) -> Float[Array, ""]:
     """Return the schedule's value at an optimiser step, float32.
 
+    If the schedule is longer than the run, the value does not reach FINAL, as in the paper's run of
+    Figure 1.
+
     Args:
         schedule: schedule with STEPS filled in (`Schedule.over`).
         step: step, counted from 0.
 
     References:
-        Linear and step schedules of beta: TBA, arXiv:2503.18929, appendix B.1 and B.2.
+        TBA, arXiv:2503.18929, appendix B.1 and B.2.
     """
     start, final, steps = schedule.start, schedule.final, schedule.steps
     if schedule.shape == "constant":
@@ -49,22 +51,6 @@ def value_at(schedule: Schedule, step: ArrayLike) -> Float[Array, ""]:
     if schedule.jump is not None:
         value = jnp.where(jnp.asarray(step) >= schedule.jump, final, value)
     return value.astype(jnp.float32)
-
-
-def learning_rate_schedule(rate: Schedule, num_steps: int) -> optax.Schedule:
-    """Return the learning rate as a function of the step, counted from 0.
-
-    If the schedule is longer than the run, the rate does not reach FINAL, as in the paper's
-    run of Figure 1.
-
-    Args:
-        rate: schedule in the settings.
-        num_steps: steps of the run.
-
-    References:
-        TBA, arXiv:2503.18929, appendix B.1.
-    """
-    return functools.partial(value_at, rate.over(num_steps))
 
 
 def make_optimizer(settings: OptimizerSettings) -> optax.GradientTransformation:

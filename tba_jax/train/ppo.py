@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PPO: clipped token ratios with generalised advantages over learned values of states."""
+"""PPO and VinePPO: clipped token ratios with advantages over values of states."""
+
+from typing import Annotated
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,7 @@ from tba_jax.train.losses import (
     regularised,
     summed,
 )
-from tba_jax.train.objectives import Needs, objective
+from tba_jax.train.objectives import About, Needs, objective
 
 VALUE_WEIGHT = 0.1  # of the value loss
 
@@ -49,3 +51,29 @@ def ppo(
     gain, metrics = clipped(jnp.exp(log_ratio(groups)), advantage, clip_low, clip_high)
     error = jnp.square(values - advantage - start) / 2
     return Terms(summed(groups, VALUE_WEIGHT * error - gain), metrics | {"value_loss": error})
+
+
+@objective(Needs(beta="unused", total="tokens", advantages=True))
+def vineppo(
+    groups: Groups,
+    beta: Beta,
+    *,
+    clip_low: ClipLow = 0.2,
+    clip_high: ClipHigh = 0.2,
+    epochs: Epochs = 1,
+    vine_tokens: Annotated[
+        int, About("tokens of a response between two states with estimated values", at_least=1)
+    ] = 8,
+) -> Terms:
+    """-min(rho A_t, clip(rho) A_t) for each token; no KL term and no learned value.
+
+    A_t comes from `search.state_values`: the value of the next state minus the value of the state.
+    Each value is the mean reward of continuations by the policy that drew the response.
+
+    References:
+        VinePPO, arXiv:2410.01679.
+    """
+    assert groups.advantages is not None, "VinePPO needs the searcher's advantages"
+    ratio = jnp.exp(log_ratio(groups))
+    gain, metrics = clipped(ratio, groups.advantages, clip_low, clip_high)
+    return Terms(-summed(groups, gain), metrics)

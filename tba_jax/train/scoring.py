@@ -90,7 +90,6 @@ def divide(rows: Rows, num_computed: Array | int, size: int, multiple: int) -> M
     """Divide rows into micro-batches, as `RowLayout` does.
 
     Args:
-        rows: all rows.
         num_computed: number of rows of the micro-batches that have a sequence.
         size: maximum number of responses of a micro-batch; 0: all.
         multiple: number of devices that divide the rows of a micro-batch.
@@ -136,11 +135,8 @@ def gradients(
     gradient.
 
     Args:
-        score: scores of rows.
         loss_of: loss from the scores of all rows; a sum over prompts.
         trained: parameters by which the gradient is taken.
-        rows: all rows.
-        cut: division of the rows.
         is_whole: whether each group is in one micro-batch.
     """
     weigh = jax.grad(loss_of)

@@ -76,7 +76,6 @@ class StepShardings(NamedTuple):
         replicated: sharding of the metrics.
         compute: sharding of the computation.
         base: shardings of the frozen parameters under adapters; None if all parameters train.
-        head_size: as in `init_state`.
         compiler_options: XLA options of the compiled step.
     """
 
@@ -87,7 +86,6 @@ class StepShardings(NamedTuple):
     replicated: NamedSharding
     compute: ComputeSharding
     base: Any = None
-    head_size: int = 0
     compiler_options: Mapping[str, str] = {}
 
     def of_batch(self, batch: Batch) -> Any:
@@ -98,10 +96,6 @@ class StepShardings(NamedTuple):
         where |= dict.fromkeys(whole, self.replicated)
         arrays = batch._asdict()
         return Batch(**{n: None if x is None else where[n] for n, x in arrays.items()})
-
-    def placed(self, batch: Batch) -> Batch:
-        """Constrain a batch to the shardings of `of_batch`; called inside a program."""
-        return jax.tree.map(jax.lax.with_sharding_constraint, batch, self.of_batch(batch))
 
 
 def step_shardings(
@@ -118,10 +112,8 @@ def step_shardings(
 
     Args:
         config: architecture; with adapters, the state has only their parameters.
-        optimizer: optimiser of the state.
-        mesh: the trainer's mesh, with the axes `sharding.MESH_AXES`.
-        keep_reference: whether the state holds a reference.
-        has_head: whether the state holds a head.
+        mesh: the trainer's mesh, with the axes `placement.MESH_AXES`.
+        keep_reference, has_head: whether the state holds a reference, and a head.
         num_prompts: p of a batch. Arrays per prompt are sharded if the mesh divides p, else
             replicated; 0: they are replicated.
         param_dtype: dtype of the parameters in `StepShardings.abstract`; adapters are float32.
@@ -152,7 +144,6 @@ def step_shardings(
         replicated=replicated,
         compute=ComputeSharding(config, Site(mesh)),
         base=base,
-        head_size=head_size,
         compiler_options=step_options(mesh.devices.flat[0], config.hidden_size),
     )
 
@@ -170,12 +161,13 @@ def make_init_state(
 
     Moments are created with their sharding, never whole on one device.
     """
+    head = shardings.abstract.head
     return jax.jit(
         functools.partial(
             init_state,
             optimizer=optimizer,
             keep_reference=shardings.state.reference_params is not None,
-            head_size=shardings.head_size,
+            head_size=0 if head is None else len(head.weight),
         ),
         donate_argnums=0,
         in_shardings=(shardings.state.params,),
@@ -192,11 +184,7 @@ def init_state(
 ) -> TrainState:
     """Return the state at step 0; the reference, if kept, is a copy of the policy.
 
-    Args:
-        params: trained parameters.
-        optimizer: optimiser of the state.
-        keep_reference: whether the state holds a reference.
-        head_size: hidden size of the model if there is a head, else 0.
+    `head_size` is the hidden size of the model if there is a head, else 0.
     """
     reference = jax.tree.map(jnp.copy, params) if keep_reference else None
     # It begins at 0 for every state: log Z while the policy is the reference.

@@ -78,7 +78,7 @@ class StepSettings:
 def make_train_step(
     config: TransformerConfig,
     optimizer: optax.GradientTransformation,
-    rate: optax.Schedule,
+    rate: Schedule,
     settings: StepSettings,
     shardings: StepShardings | None = None,
 ) -> Callable[..., tuple[TrainState, dict[str, Any]]]:
@@ -92,8 +92,7 @@ def make_train_step(
     Args:
         config: architecture; with adapters, only the adapters have gradients.
         optimizer: optimiser whose updates are multiplied by minus the learning rate.
-        rate: learning rate by step.
-        settings: settings of the step.
+        rate: learning rate, with STEPS filled in.
         shardings: return value of `step_shardings`; None: all arrays are on one device.
 
     Returns:
@@ -127,7 +126,7 @@ def _train_step(
     base: Any,
     config: TransformerConfig,
     optimizer: optax.GradientTransformation,
-    rate: optax.Schedule,
+    rate: Schedule,
     settings: StepSettings,
     shardings: StepShardings | None,
 ) -> tuple[TrainState, dict[str, Any]]:
@@ -139,7 +138,7 @@ def _train_step(
     rows, epochs = rows_of(batch), objective.value("epochs", 1)
     targets, temperatures = _targets(batch, state.step, settings)
     beta = value_at(settings.beta, state.step)
-    lr = jnp.asarray(rate(state.step - state.skipped_steps), jnp.float32)
+    lr = value_at(rate, state.step - state.skipped_steps)
     total = _total(objective.needs.total, batch)
 
     def loss_of(scored: Array, start_values: Array | None) -> tuple[Array, Any]:
@@ -218,23 +217,6 @@ def make_reference_pass(
     return jax.jit(score_reference, out_shardings=shardings.replicated)
 
 
-def make_log_likelihood(
-    config: TransformerConfig, settings: StepSettings, shardings: StepShardings | None = None
-) -> Callable[..., tuple[Array, Array]]:
-    """Return a jitted (params, batch), with adapters (params, batch, base) -> two scalars.
-
-    They are the sum of log pi of the counted tokens of a batch, and the number of these tokens.
-    """
-
-    def log_likelihood(params: Any, batch: Batch, base: Any = None) -> tuple[Array, Array]:
-        batch, score, cut = _opened(batch, base, config, settings, shardings)
-        scored = score_all(score, params, rows_of(batch), cut)
-        logp = jnp.where(batch.mask, _gathered(scored, batch.source), 0)
-        return jnp.sum(logp), jnp.sum(batch.mask)
-
-    return jax.jit(log_likelihood)
-
-
 def _opened(
     batch: Batch,
     base: Any,
@@ -244,7 +226,9 @@ def _opened(
     has_head: bool = False,
 ) -> tuple[Batch, Score, MicroBatches]:
     """Return the batch on its devices, the model as a function of rows, and the micro-batches."""
-    batch = batch if shardings is None else shardings.placed(batch)
+    if shardings is not None:
+        where = shardings.of_batch(batch)
+        batch = jax.tree.map(jax.lax.with_sharding_constraint, batch, where)
     score = make_score(
         base,
         batch.source.shape[2],
@@ -309,11 +293,7 @@ def _total(kind: str, batch: Batch) -> Float[Array, ""]:
 
 
 def _applied(
-    old: tuple[Any, Any],
-    grads: Any,
-    optimizer: optax.GradientTransformation,
-    lr: Array,
-    key: Array,
+    old: tuple[Any, Any], grads: Any, optimizer: optax.GradientTransformation, lr: Array, key: Array
 ) -> tuple[Any, Any]:
     """Return (trained parameters, optimizer state) after an update with these gradients.
 

@@ -69,20 +69,15 @@ class _Launched(NamedTuple):
 
 @dataclasses.dataclass
 class Counters:
-    """Counts of waits, publications, tokens and stale responses over the whole run.
+    """Counts of waits, tokens and stale responses over the whole run.
 
     Attributes:
         wait_s: seconds without data to train on.
-        num_syncs: number of publications.
-        sync_total_s, sync_max_s: total and longest pause of a publication.
         trained_tokens: sampled response tokens of all steps.
         staleness_counts: number of trained responses by staleness in steps.
     """
 
     wait_s: float = 0.0
-    num_syncs: int = 0
-    sync_total_s: float = 0.0
-    sync_max_s: float = 0.0
     trained_tokens: int = 0
     staleness_counts: collections.Counter[int] = dataclasses.field(
         default_factory=collections.Counter
@@ -97,11 +92,6 @@ class Counters:
         """Continue counting from a saved state."""
         known = collections.Counter(dict(state.meta["staleness_counts"]))
         vars(self).update(state.meta, staleness_counts=known)
-
-    def syncs(self) -> dict[str, float]:
-        """Return number, mean and longest pause of publications."""
-        mean_s = self.sync_total_s / max(1, self.num_syncs)
-        return {"count": self.num_syncs, "mean_s": mean_s, "max_s": self.sync_max_s}
 
     def staleness(self) -> dict[str, float]:
         """Return mean, median, 95th percentile and maximum over the uses of responses, or {}."""
@@ -164,12 +154,7 @@ class Trainer:
         start = self._clock()
         self._weights.publish(self.step_index, self.state.params)
         self.version = self.step_index
-        pause_s = self._clock() - start
-        counts = self.counters
-        counts.num_syncs += 1
-        counts.sync_total_s += pause_s
-        counts.sync_max_s = max(counts.sync_max_s, pause_s)
-        return pause_s
+        return self._clock() - start
 
     def step(self, decide: Callable[[], tuple[Batch | None, Sequence[Draw]]]) -> bool:
         """Launch one optimiser step; return False if there is no batch to train on.
@@ -197,14 +182,15 @@ class Trainer:
         self.step_index += 1
         if reference is not None and draws and self._keep_references is not None:
             # Ready before the update is: the next draw finds the log-probs in the buffer.
-            found = np.asarray(reference)
-            self._keep_references(
-                draws,
+            pairs = zip(np.asarray(reference), draws, strict=True)
+            found = [
                 [
-                    [found[i, j, : len(y.response_tokens)] for j, y in enumerate(d.trajectories)]
-                    for i, d in enumerate(draws)
-                ],
-            )
+                    row[: len(y.response_tokens)]
+                    for row, y in zip(rows, d.trajectories, strict=False)
+                ]
+                for rows, d in pairs
+            ]
+            self._keep_references(draws, found)
         return True
 
     def finished(self, *, pending: int = 0) -> list[Finished]:

@@ -15,7 +15,7 @@ from tba_jax.config.rules import validate
 from tba_jax.config.schema import SETTINGS, ConfigError, make_config
 from tba_jax.devices.placement import divide
 from tba_jax.settings import Schedule
-from tba_jax.train.optimizers import learning_rate_schedule, value_at
+from tba_jax.train.optimizers import value_at
 
 SERVER, STOPS = "http://127.0.0.1:8000/v1", {"search.stop_strings": ("a",)}
 ROOT = Path(__file__).parents[2]
@@ -64,8 +64,9 @@ def test_the_papers_other_runs_differ_where_they_say():
     assert value_at(beta, 139) == np.float32(0.05)
     # Their rate has lost 12 % at the end.
     gpt2 = load("redteam:gpt2")
-    rate = learning_rate_schedule(gpt2.optimizer.learning_rate, gpt2.num_steps)
-    np.testing.assert_allclose([rate(99), rate(4999)], [1e-4, 0.877e-4], rtol=1e-3)
+    rate = gpt2.optimizer.learning_rate.over(gpt2.num_steps)
+    values = [value_at(rate, 99), value_at(rate, 4999)]
+    np.testing.assert_allclose(values, [1e-4, 0.877e-4], rtol=1e-3)
 
 
 def test_the_page_of_settings_is_as_declared():

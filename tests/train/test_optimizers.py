@@ -9,7 +9,7 @@ from fake_models import random_params, tiny_config
 
 from tba_jax.settings import ConfigError, parse_schedule
 from tba_jax.train.config import OptimizerSettings
-from tba_jax.train.optimizers import learning_rate_schedule, make_optimizer, value_at
+from tba_jax.train.optimizers import make_optimizer, value_at
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,9 @@ CONFIG = tiny_config()
     ],
 )
 def test_learning_rates(text, expected):
-    rate = learning_rate_schedule(parse_schedule("optimizer.learning_rate", text), num_steps=100)
+    rate = parse_schedule("optimizer.learning_rate", text).over(100)
     for step, value in expected.items():
-        np.testing.assert_allclose(rate(step), value, rtol=1e-5, atol=1e-7)
+        np.testing.assert_allclose(value_at(rate, step), value, rtol=1e-5, atol=1e-7)
 
 
 def test_clipping_makes_large_gradients_equal_and_leaves_small_ones():

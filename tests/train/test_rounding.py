@@ -11,6 +11,7 @@ from fake_batches import CONFIG, SETTINGS, make_batch, make_mesh
 from fake_models import random_params
 from jax.sharding import NamedSharding, PartitionSpec
 
+from tba_jax.settings import Schedule
 from tba_jax.train.config import OptimizerSettings
 from tba_jax.train.optimizers import make_optimizer
 from tba_jax.train.rounding import rounded_like, rounding_key, stochastically_rounded
@@ -93,7 +94,7 @@ def test_fifty_consistent_steps_move_weights_as_far_as_in_float32():
     # Matrices of the size of a real model's.
     params = jax.tree.map(lambda x: (x / 15).astype(jnp.bfloat16), random_params(CONFIG))
     start, wanted = vector_of(params), -50 * RATE * np.sign(vector_of(direction(params)))
-    step = make_train_step(CONFIG, optimizer, optax.constant_schedule(RATE), STOCHASTIC)
+    step = make_train_step(CONFIG, optimizer, Schedule(RATE), STOCHASTIC)
     state = init_state(params, optimizer, keep_reference=False)
     for _ in range(50):
         state, _ = step(state, make_batch())

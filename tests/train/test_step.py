@@ -190,7 +190,7 @@ def test_the_reference_is_computed_in_the_rows_that_lack_it(layout):
 
 
 def sgd_step(settings, rate=0.5):
-    step = make_train_step(CONFIG, optax.identity(), optax.constant_schedule(rate), settings)
+    step = make_train_step(CONFIG, optax.identity(), Schedule(rate), settings)
     return step, init_state(random_params(CONFIG), optax.identity(), keep_reference=False)
 
 
@@ -214,7 +214,7 @@ def test_several_updates_are_a_loop_over_the_same_batch():
 
     def trained(objective, times):
         settings = replace(SETTINGS, objective=objective)
-        step = make_train_step(CONFIG, optax.identity(), optax.constant_schedule(0.5), settings)
+        step = make_train_step(CONFIG, optax.identity(), Schedule(0.5), settings)
         sizes = {"keep_reference": False, "head_size": CONFIG.hidden_size}
         state = init_state(random_params(CONFIG), optax.identity(), **sizes)
         state = state._replace(head=jax.tree.map(jnp.copy, head))
@@ -240,7 +240,7 @@ def test_several_updates_are_a_loop_over_the_same_batch():
 
 
 def test_a_step_that_is_not_finite_changes_only_the_counters():
-    schedule = optax.linear_schedule(0.1, 0.0, 10)
+    schedule = Schedule(0.1, 0.0, 10, "linear")
     optimizer = optax.scale_by_adam()
     step = make_train_step(CONFIG, optimizer, schedule, SETTINGS)
     state = init_state(random_params(CONFIG), optimizer, keep_reference=False)
@@ -272,7 +272,7 @@ def infinite(groups, beta, *, epochs=1):
 def test_a_loss_that_is_not_finite_is_skipped_though_its_gradient_is_finite(epochs):
     objective = Objective("infinite", infinite, (("epochs", epochs),))
     optimizer = optax.scale_by_adam()
-    rate = optax.linear_schedule(0.1, 0.0, 10)
+    rate = Schedule(0.1, 0.0, 10, "linear")
     step = make_train_step(CONFIG, optimizer, rate, replace(SETTINGS, objective=objective))
     state = init_state(random_params(CONFIG), optimizer, keep_reference=False)
     before = jax.device_get(state)
@@ -297,7 +297,7 @@ def test_every_dtype_trains_and_stays_what_it_is(name, param_dtype):
     loss = chex.assert_max_traces(tb, n=3)
     objective = replace(SETTINGS.objective, loss=loss)
     settings = replace(SETTINGS, objective=objective, scoring=scoring, micro_batch_rows=8)
-    step = make_train_step(CONFIG, optimizer, optax.constant_schedule(3e-3), settings)
+    step = make_train_step(CONFIG, optimizer, Schedule(3e-3), settings)
     params = jax.tree.map(lambda x: x.astype(param_dtype), random_params(CONFIG))
     state = init_state(params, optimizer, keep_reference=False)
     dtypes = jax.tree.map(lambda x: x.dtype, state)
@@ -313,7 +313,7 @@ def test_every_dtype_trains_and_stays_what_it_is(name, param_dtype):
 
 def test_a_reset_replaces_the_reference_by_the_policy():
     settings = replace(SETTINGS, reference_reset_period=2)
-    step = make_train_step(CONFIG, optax.identity(), optax.constant_schedule(0.5), settings)
+    step = make_train_step(CONFIG, optax.identity(), Schedule(0.5), settings)
     state = init_state(random_params(CONFIG), optax.identity(), keep_reference=True)
     state, _ = step(state, make_batch())
     chex.assert_trees_all_equal(state.reference_params, random_params(CONFIG))
@@ -330,7 +330,7 @@ def test_remat_and_micro_batches_take_less_memory():
 
     def temporaries(**changes):
         settings = replace(SETTINGS, **changes)
-        step = make_train_step(config, optax.identity(), optax.constant_schedule(0.1), settings)
+        step = make_train_step(config, optax.identity(), Schedule(0.1), settings)
         lowered = step.lower(state, make_batch(p=8, prompt=40, t=40))
         return lowered.compile().memory_analysis().temp_size_in_bytes
 
