@@ -68,14 +68,17 @@ class Cluster:
     Attributes:
         number: number of this process in `jax.distributed`.
         members: numbers of the processes of the cluster in `jax.distributed`.
-        is_primary: whether this process writes the files of which a run has one: metrics, report.
         coordinator: HOST:PORT of process 0 of the job; "" if the platform provides it.
     """
 
     number: int = 0
     members: tuple[int, ...] = (0,)
-    is_primary: bool = True
     coordinator: str = ""
+
+    @property
+    def is_primary(self) -> bool:
+        """Whether this process writes the files of which a run has one: metrics, report."""
+        return self.number == self.members[0]
 
     @property
     def process_id(self) -> int:
@@ -89,11 +92,7 @@ class Cluster:
 
     def among(self, members: Sequence[int]) -> "Cluster":
         """Return the cluster of some processes, including this one; the first is primary."""
-        return Cluster(self.number, tuple(members), self.number == members[0], self.coordinator)
-
-    def alone(self) -> "Cluster":
-        """Return a cluster of this process alone, in which it is not primary."""
-        return dataclasses.replace(self, members=(self.number,), is_primary=False)
+        return dataclasses.replace(self, members=tuple(members))
 
     def gather_json(self, value: Any) -> list[Any]:
         """Return the JSON-compatible value of every process, by process ID; all call this.
@@ -172,8 +171,7 @@ def start(address: Address, *, heartbeat_s: int, shutdown_s: int, join_s: float 
             f"{str(error)[:300]}. Start the same command on every host, with --coordinator="
             "HOST:PORT of process 0, where the port is free and open to the others"
         ) from error
-    number, members = jax.process_index(), tuple(range(jax.process_count()))
-    return Cluster(number, members, number == 0, towards)
+    return Cluster(jax.process_index(), tuple(range(jax.process_count())), towards)
 
 
 @contextlib.contextmanager

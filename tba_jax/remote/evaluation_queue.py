@@ -21,9 +21,8 @@ class EvaluationQueue:
     def __init__(self, evaluator: Any) -> None:
         self._evaluator = evaluator
         self._lock, self._merging = threading.Lock(), threading.Lock()
-        # By version, in the order of the requests: tickets without a result, by first prompt.
-        self._missing: dict[int, dict[int, EvaluationTicket]] = {}
-        self._shards: dict[int, list[EvaluationShard]] = {}
+        # By version, in the order of the requests: missing tickets by first prompt, and shards.
+        self._open: dict[int, tuple[dict[int, EvaluationTicket], list[EvaluationShard]]] = {}
         self._taken: dict[int, tuple[int, int]] = {}  # searcher -> version and first prompt
         self._finished: list[tuple[int, Any]] = []
 
@@ -31,20 +30,18 @@ class EvaluationQueue:
         """Request the evaluation of a version; its weights must stay available."""
         missing = {ticket.first: ticket for ticket in self._evaluator.tickets(version)}
         with self._lock:
-            self._missing.setdefault(version, missing)
-            self._shards.setdefault(version, [])
+            self._open.setdefault(version, (missing, []))
 
     def take(self, searcher: int) -> EvaluationTicket | None:
         """Return a shard for a searcher; None if there is none, or the searcher has one."""
         with self._lock:
-            if not self._missing or searcher in self._taken:
-                return None
             busy = set(self._taken.values())
-            for ticket in [x for missing in self._missing.values() for x in missing.values()]:
-                if (ticket.version, ticket.first) not in busy:
-                    self._taken[searcher] = ticket.version, ticket.first
-                    return ticket
-            return None
+            every = (ticket for missing, _ in self._open.values() for ticket in missing.values())
+            free = next((x for x in every if (x.version, x.first) not in busy), None)
+            if free is None or searcher in self._taken:
+                return None
+            self._taken[searcher] = free.version, free.first
+            return free
 
     def put(self, searcher: int, result: EvaluationResult) -> None:
         """Accept the result of a shard; without a result, another searcher may take the shard."""
@@ -52,20 +49,20 @@ class EvaluationQueue:
         with self._lock:
             if self._taken.get(searcher) == (version, first):
                 del self._taken[searcher]
-            missing = self._missing.get(version, {})
+            missing, shards = self._open.get(version, ({}, []))
             ticket = missing.pop(first, None)
             if ticket is None:
                 return  # another searcher was faster
             if shard is None:  # no weights: the shard goes to the end
                 missing[first] = ticket
                 return
-            self._shards[version].append(shard)
+            shards.append(shard)
         with self._merging:
-            while self.versions and not self._missing[oldest := self.versions[0]]:
-                evaluation = self._evaluator.merge(self._shards[oldest])  # may take seconds
+            while self.versions and not self._open[oldest := self.versions[0]][0]:
+                evaluation = self._evaluator.merge(self._open[oldest][1])  # may take seconds
                 with self._lock:
                     self._finished.append((oldest, evaluation))
-                    del self._missing[oldest], self._shards[oldest]
+                    del self._open[oldest]
 
     def lose(self, searcher: int) -> None:
         """Let another searcher work on the shard of this one."""
@@ -76,13 +73,13 @@ class EvaluationQueue:
     def versions(self) -> tuple[int, ...]:
         """Policy versions under evaluation, whose weights are still needed."""
         with self._lock:
-            return tuple(self._missing)
+            return tuple(self._open)
 
     @property
     def num_missing(self) -> int:
         """Number of shards without a result."""
         with self._lock:
-            return sum(map(len, self._missing.values()))
+            return sum(len(missing) for missing, _ in self._open.values())
 
     def poll(self) -> list[tuple[int, Any]]:
         """Return version and result of the evaluations that finished since the last call."""

@@ -5,14 +5,13 @@ import functools
 import logging
 import socket
 import threading
-import time
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 Application = Callable[[Any, Any, Any], Awaitable[None]]
 """An ASGI application: (scope, receive, send)."""
 
-_START_S, _STOP_S = 30.0, 10.0  # longest waits
+_STOP_S = 10.0  # longest wait for the end of requests
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -25,7 +24,7 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 class HttpServer:
-    """HTTP server of one application at a socket of `bind`; it accepts requests at once."""
+    """HTTP server of one application at a socket of `bind`, which queues early requests."""
 
     def __init__(self, application: Application, name: str, bound: socket.socket) -> None:
         import uvicorn  # slow; runs of one process need no server
@@ -46,14 +45,6 @@ class HttpServer:
         run = functools.partial(self._server.run, sockets=[bound])
         self._thread = threading.Thread(target=run, name=name, daemon=True)
         self._thread.start()
-        deadline = time.monotonic() + _START_S
-        while not self._server.started:
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"the {name} did not start within {_START_S:.0f} s: the machine "
-                    "is overloaded. Run the same command again"
-                )
-            time.sleep(0.01)
 
     def close(self) -> None:
         """Stop listening; give unfinished requests a short time to end."""

@@ -13,7 +13,6 @@ for any number of searchers. Every process receives the same bytes for a step
 """
 
 import dataclasses
-import heapq
 import math
 import threading
 import time
@@ -117,7 +116,7 @@ class Owner:
         self._processes: dict[str, _Process] = {}  # those that run searchers, by place
         self.idle_s = [0.0] * settings.num_searchers
         self._next = 0  # number of the next new ticket
-        self._again: list[int] = []  # heap of numbers that were lost
+        self._again = set[int]()  # numbers that were lost
         self._open: dict[int, int] = {}  # number of a ticket -> searcher
         self._results: dict[int, Result] = {}  # not merged yet, by number
         self._num_bytes = self._num_generated = self._num_lost = self._num_duplicates = 0
@@ -208,7 +207,8 @@ class Owner:
         is_new = not self._again
         if version < 0 or not self._admits(version, is_new):
             return None
-        number = self._next if is_new else heapq.heappop(self._again)
+        number = self._next if is_new else min(self._again)
+        self._again.discard(number)
         if number < self.num_given:
             ticket = self._given[number]
         else:
@@ -249,7 +249,6 @@ class Owner:
         number = result.number
         if number in self._again:  # its searcher was only slow
             self._again.remove(number)
-            heapq.heapify(self._again)
             self._num_lost -= self.settings.samples_per_prompt
         elif self._open.pop(number, None) is None:
             self._num_duplicates += 1
@@ -391,17 +390,14 @@ class Owner:
             return process.response
 
     def lose_silent(self) -> bool:
-        """Count processes over the heartbeat timeout as lost; return whether any was lost."""
+        """Count processes over the heartbeat timeout as lost; return False: a worker waits."""
         with self._lock:
-            now = self._clock()
-            silent = [p for p in self._connected() if now - p.last_message_s > HEARTBEAT_S]
-            for process in silent:
-                silent_s = now - process.last_message_s
-                self._log(
-                    f"{process.name}: no message for {silent_s:.0f} s; their tickets begin again"
-                )
-                self._lose(process)
-            return bool(silent)
+            for process in self._connected():
+                if (silent_s := self._clock() - process.last_message_s) > HEARTBEAT_S:
+                    why = f"no message for {silent_s:.0f} s; their tickets begin again"
+                    self._log(f"{process.name}: {why}")
+                    self._lose(process)
+        return False
 
     def _connected(self) -> list[_Process]:
         return [process for process in self._processes.values() if not process.is_lost]
@@ -415,7 +411,7 @@ class Owner:
             self._num_searchers_lost += 1
             for number in self._open_of(searcher):
                 del self._open[number]
-                heapq.heappush(self._again, number)
+                self._again.add(number)
                 self._num_lost += self.settings.samples_per_prompt
             self.evaluations.lose(searcher)
 
@@ -462,7 +458,7 @@ class Owner:
         with self._lock:
             self._results = {result.number: result for result in results}
             self._num_bytes = sum(result.num_bytes for result in results)
-            self._again, self._open = list(state.meta["open"]), {}
+            self._again, self._open = set(state.meta["open"]), {}
             for name in _COUNTERS:
                 setattr(self, name, state.meta[name])
             saved = state.meta["idle_s"][: len(self.idle_s)]  # the number of searchers may differ

@@ -119,7 +119,7 @@ class SearcherProcess:
         client = Client(channel, name, timeout_s=math.inf, log=_print)
         with contextlib.closing(shared.rewards):
             while True:
-                search(shared.identity, parts, weights, client, stop=StopFlag())
+                search(shared.identity, parts, weights, client)
                 time.sleep(_ENDED_S)
 
 

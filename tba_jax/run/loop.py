@@ -131,12 +131,9 @@ class Loop:
         """Search until the owner reports the end of the run."""
         run = self.run
         assert run.client and isinstance(run.weights, Weights), "a pod searches in memory"
-        search(
-            *(run.shared.identity, run.parts, run.weights, run.client),
-            stop=self._ended,
-            wants_stop=self.wants_stop,
-        )
-        self._ended.set()  # later calls return at once
+        if not self._ended.is_set():
+            search(run.shared.identity, run.parts, run.weights, run.client, self.wants_stop)
+            self._ended.set()
         return False
 
     def train(self) -> None:

@@ -92,7 +92,8 @@ def train(
                 from tba_jax.run.search_process import search_apart
 
                 assert isinstance(link, Client), "the owner trains"
-                search_apart(config, folder, searchers, link, processes.alone(), interrupted)
+                cluster = processes.among((processes.number,))
+                search_apart(config, folder, searchers, link, cluster, interrupted)
         processes.close()  # the others may still request steps or tickets
     return report if is_owner else None
 

@@ -29,27 +29,24 @@ def search(
     parts: Sequence[SearchParts],
     weights: StoredWeights | Weights,
     client: Client,
-    *,
-    stop: StopFlag,
     wants_stop: Callable[[], bool] = lambda: False,
 ) -> None:
-    """Search until the run ends, or `stop` is set.
+    """Search until the run ends.
 
     Args:
         identity: `Shared.identity`.
-        wants_stop: returns whether this process received a stop signal; sent to the owner.
+        wants_stop: returns whether this process received a stop signal, which is sent to the owner;
+            may raise.
 
     Raises:
         PeerError: the owner refuses this process, or does not respond.
         WorkerError: a searcher failed.
     """
-    while not stop.is_set():
+    while True:
         workers, failed = list[Worker](), StopFlag()
 
         def is_stopping(failed: StopFlag = failed) -> bool:
             failed.check()
-            if stop.is_set():
-                raise RunEnded
             return wants_stop()
 
         try:
@@ -98,4 +95,4 @@ def search_apart(
     shared, parts, weights = open_searchers(config, workdir, searchers, cluster)
     with contextlib.closing(shared.rewards) as rewards:
         rewards.check()
-        search(shared.identity, parts, weights, client, stop=StopFlag(), wants_stop=wants_stop)
+        search(shared.identity, parts, weights, client, wants_stop)
