@@ -21,7 +21,7 @@ from etils import epath
 from tba_jax.config.command_line import local_folder
 from tba_jax.devices.worker import StopFlag
 from tba_jax.run.errors import UserError
-from tba_jax.run.workdir import ADDRESS, CONFIG, hold, refuse_foreign
+from tba_jax.run.workdir import ADDRESS, CONFIG, has_left_files, hold, refuse_foreign
 from tba_jax.storage.whole_files import is_address
 
 _SMALL = (CONFIG, "*.jsonl", "report.json", "report.html", "trace.json", "plots/*")
@@ -51,8 +51,9 @@ def opened(address: str) -> Iterator[tuple[Path, StopFlag]]:
         try:
             yield local / "run", flag
         except BaseException:
-            with contextlib.suppress(Exception):  # the failure of the run is reported instead
-                upload(local / "run")
+            if has_left_files(local / "run"):  # a failed start may be repeated with another config
+                with contextlib.suppress(Exception):  # the failure of the run is reported instead
+                    upload(local / "run")
             raise
         upload(local / "run")
 

@@ -107,13 +107,14 @@ def claim(workdir: Path | str, config: Config, held: contextlib.ExitStack) -> tu
         UserError: another process holds the directory, or it holds another run.
         OSError: it cannot be written.
     """
+    is_run = False
     if is_address(workdir):
         folder, flag = held.enter_context(opened(str(workdir)))
     else:
         folder = Path(workdir)
-        holds_run(folder, config)  # a refused folder gets no lock file
+        is_run = holds_run(folder, config)  # a refused folder gets no lock file
         flag = held.enter_context(hold(folder))
-    if not holds_run(folder, config):  # no other process can begin a run now
+    if not holds_run(folder, config) and not is_run:  # no other process can begin a run now
         begin_run(folder, config)
     return folder, flag
 

@@ -2,7 +2,9 @@
 """The work directory of a run: its lock, its config, and its state (new, begun or finished).
 
 config.json decides what a directory is: without that file, a directory that is not empty is
-refused. A run writes and deletes only the names that it made. `filelock` excludes processes of the
+refused. A start of this program that left neither logs nor checkpoints is no run yet, so the next
+command may correct its config; its lock file distinguishes it from a config.json that a user put
+there. A run writes and deletes only the names that it made. `filelock` excludes processes of the
 same machine. A heartbeat file excludes other hosts, also on file systems without distributed locks:
 the holder replaces it every few seconds, and another host takes over after it has seen no new
 heartbeat for `EXPIRE_S` of its own monotonic clock. Imports no jax.
@@ -64,7 +66,6 @@ def holds_run(workdir: Path, config: Config) -> bool:
             "a pattern, so that no checkpoint could be restored. Give another --workdir"
         )
     refuse_foreign(workdir)
-    # The config of a start that left no files may be corrected in place.
     if not (old := begun_config(workdir)):
         return False
     if lines := schema.difference(old, json.loads(json.dumps(schema.flatten(config)))):
@@ -110,7 +111,7 @@ def run_id_of(workdir: str | os.PathLike[str]) -> str:
 
 
 def begun_config(workdir: Path) -> dict[str, Any]:
-    """Return the flat config of a run that has left logs or checkpoints in a directory, else {}.
+    """Return the flat config of the run in a directory; {} if there is none, or only a start.
 
     Raises:
         UserError: the config is damaged.
@@ -118,10 +119,14 @@ def begun_config(workdir: Path) -> dict[str, Any]:
     if not (workdir / CONFIG).is_file():
         return {}
     saved = saved_config(workdir)
+    return {} if (workdir / _LOCK).exists() and not has_left_files(workdir) else saved
+
+
+def has_left_files(workdir: Path) -> bool:
+    """Return whether a run has left logs, checkpoints or weights in a local directory."""
     logs = (workdir / "metrics.jsonl", workdir / "report.json")
     has_logs = any(path.is_file() and path.stat().st_size > 0 for path in logs)
-    folders = (workdir / "checkpoints", workdir / "weights")
-    return saved if has_logs or any(any(folder.glob("*")) for folder in folders) else {}
+    return has_logs or any(any((workdir / x).glob("*")) for x in ("checkpoints", "weights"))
 
 
 def begin_run(workdir: Path, config: Config) -> None:

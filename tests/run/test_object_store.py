@@ -164,6 +164,14 @@ def test_a_run_begins_and_its_config_is_in_the_store_afterwards(store):
     assert run_id_of(stored) == found and (stored / "plots/a.png").read_bytes() == b"png"
 
 
+def test_a_start_that_fails_leaves_nothing_in_the_store(store):
+    for seed in (1, 2):
+        with pytest.raises(LookupError), contextlib.ExitStack() as held:
+            claim(ADDRESS, make_config({"task.name": "arithmetic", "seed": seed}), held)
+            raise LookupError("the reward cannot be used")
+    assert not [path for path in store.rglob("*") if path.is_file()]
+
+
 def test_a_process_that_is_killed_leaves_a_checkpoint_and_the_lines_of_its_steps(store):
     with opened_run() as (folder, checkpoints):
         save(checkpoints, folder, 1)

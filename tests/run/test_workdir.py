@@ -52,7 +52,12 @@ def run_with_another_config(workdir):
     write_json(workdir / "report.json", {"steps": 3})
 
 
+def config_alone(workdir):
+    begin_run(workdir, dataclasses.replace(CONFIG, seed=1))  # a copy: no lock file beside it
+
+
 REFUSED = {
+    config_alone: r"holds a run with another config: seed: 1 -> 0",
     file_of_another_program: r"run holds 'metrics\.jsonl' and no config\.json: it is not empty",
     model_folder: r"config\.json is not readable as the config of a run of tba_jax \(it has no",
     cut_config: r"config\.json is not readable as the config of a run .* Restore the file",
@@ -87,6 +92,19 @@ def test_a_new_folder_and_a_start_that_was_killed_begin_a_run(tmp_path, left):
     with contextlib.ExitStack() as held:
         claim(tmp_path, CONFIG, held)
         assert (tmp_path / "notes.txt").read_text() == "x"
+
+
+def test_a_start_without_a_step_is_corrected_in_place_and_a_copied_config_continues(tmp_path):
+    with contextlib.ExitStack() as held:
+        claim(tmp_path / "a", dataclasses.replace(CONFIG, seed=1), held)  # fails after that
+    with contextlib.ExitStack() as held:
+        claim(tmp_path / "a", CONFIG, held)
+    assert saved_config(tmp_path / "a")["seed"] == 0
+    begin_run(tmp_path / "b", CONFIG)
+    copied = (tmp_path / "b" / "config.json").read_bytes()
+    with contextlib.ExitStack() as held:
+        claim(tmp_path / "b", CONFIG, held)
+    assert (tmp_path / "b" / "config.json").read_bytes() == copied
 
 
 def beat_elsewhere(workdir, beat):
