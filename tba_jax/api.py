@@ -8,6 +8,7 @@ raised, and a process may call them several times. Importing this module does no
 import contextlib
 import dataclasses
 import difflib
+import io
 import os
 import signal
 import threading
@@ -26,6 +27,7 @@ from tba_jax.settings import ConfigError, given_names, importable_name
 
 if TYPE_CHECKING:
     import numpy as np
+    from PIL.Image import Image
 
     from tba_jax.flow.trajectory import Trajectory
     from tba_jax.models.tokenizer import Tokenizer
@@ -104,8 +106,7 @@ def run_training(
         print(line)
     # Python handles signals in the main thread only; in another thread no signal stops a run.
     is_main = threading.current_thread() is threading.main_thread()
-    signals = [signal.SIGINT] if is_main else []
-    stop = Interruption(signals, second=signal.default_int_handler)
+    stop = Interruption([signal.SIGINT] if is_main else [], second=signal.default_int_handler)
     with contextlib.closing(stop), surviving_closed_outputs():
         report = train(config, workdir, interrupted=stop, callbacks=callbacks)
     assert report is not None, "this process trains"
@@ -119,7 +120,6 @@ def run_training(
 
 def _with_given(config: Config, reward: Any, objective: Any, in_process: bool) -> Config:
     """Return the config with the names of the caller's rewards and objective."""
-    fields: dict[str, Any] = {}
     rewards = [reward] if callable(reward) else list(reward)
     names = given_names(rewards) if in_process else [importable_name(f) for f in rewards]
     if "" in names:
@@ -128,8 +128,7 @@ def _with_given(config: Config, reward: Any, objective: Any, in_process: bool) -
             "it in a file and import it from there. Or give in_process=True to run it in this "
             "process, without a deadline for a call that hangs"
         )
-    if names:
-        fields["task.reward"] = ",".join(names)
+    fields = {"task.reward": ",".join(names)} if names else {}
     if objective is not None:
         (fields["objective.name"],) = given_names([objective])
     return replace(config, fields)
@@ -144,16 +143,6 @@ def load_run(workdir: str | os.PathLike[str]) -> "SavedRun":
     from tba_jax.run.object_store import run_folder
 
     return SavedRun(files.load_run(run_folder(workdir, "workdir")))
-
-
-@dataclasses.dataclass(frozen=True)
-class Picture:
-    """A picture, bytes in PNG format, that a notebook displays as the value of a cell."""
-
-    png: bytes = dataclasses.field(repr=False)
-
-    def _repr_png_(self) -> bytes:
-        return self.png
 
 
 @dataclasses.dataclass(frozen=True)
@@ -182,12 +171,10 @@ class SavedRun:
 
     @property
     def workdir(self) -> Path:
-        """The work directory."""
         return self._files.workdir
 
     @property
     def config(self) -> Config:
-        """The config of the run."""
         return unflatten(self._files.config)
 
     @property
@@ -219,19 +206,21 @@ class SavedRun:
 
         return tuple(FIGURES)
 
-    def plot(self, name: str, *, dpi: int = 110) -> Picture:
-        """Return a figure of the report.
+    def plot(self, name: str, *, dpi: int = 110) -> "Image":
+        """Return a figure of the report, which a notebook displays as the value of a cell.
 
         Raises:
             ValueError: there is no such figure, or the run has no data for it.
         """
+        from PIL import Image
+
         from tba_jax.report.figures import FIGURES, to_png
 
         if name not in FIGURES:
             raise ValueError(f"no plot {name!r}; there are {', '.join(FIGURES)}")
         if (figure := FIGURES[name](self._files)) is None:
             raise ValueError(f"{self.workdir} has no data for the plot {name!r} yet")
-        return Picture(to_png(figure, dpi))
+        return Image.open(io.BytesIO(to_png(figure, dpi)))
 
     def buffer(self) -> "dict[str, list[Trajectory]]":
         """Return the responses in the replay buffer of the newest checkpoint, by prompt.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Command: run the main command as several processes of one pod on this machine.
 
-    python -m tba_jax.launch_processes --num_processes=2 -- [ARGUMENTS OF tba_jax.main]
+    python -m tba_jax launch_processes --num_processes=2 -- [ARGUMENTS OF tba_jax.main]
 
 Every output line starts with the number of its process. When a process fails, this command prints
 which process failed first and how. It waits for the other processes to end, kills those that do

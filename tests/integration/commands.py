@@ -133,7 +133,7 @@ def children(pid):
 
 def start_pod(num_processes, workdir, *overrides, cache, cwd=None):
     """The launcher, without waiting."""
-    launcher = [sys.executable, "-m", "tba_jax.launch_processes"]
+    launcher = [sys.executable, "-m", "tba_jax", "launch_processes"]
     argv = [*launcher, f"--num_processes={num_processes}", "--", *arguments(workdir, *overrides)]
     return subprocess.Popen(argv, **options(cache, overrides, cwd))
 
