@@ -208,7 +208,6 @@ def build(
 
     Args:
         cluster: the processes of the run; all of them call this function.
-        writers: further writers of metrics.
         link: connection to the other processes; None if there is only one process.
 
     Raises:

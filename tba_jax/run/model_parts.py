@@ -139,10 +139,7 @@ def longest_sequence(config: Config, model_config: TransformerConfig) -> int:
 
 
 def make_decoder(
-    config: Config,
-    model_config: TransformerConfig,
-    tokenizer: Tokenizer,
-    site: Site = ANY_DEVICE,
+    config: Config, model_config: TransformerConfig, tokenizer: Tokenizer, site: Site = ANY_DEVICE
 ) -> Decoder:
     """Make the decoder of a run on the site of a searcher, for training and evaluation.
 

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logs of a run: metrics.jsonl, responses of evenly spaced steps in samples.jsonl, callbacks."""
 
-import inspect
 import itertools
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -16,7 +15,6 @@ from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.report.jsonl import JsonlWriter
 from tba_jax.report.progress import ProgressDisplay
 from tba_jax.report.writers import MultiWriter
-from tba_jax.settings import ConfigError
 from tba_jax.train.trainer import Shown
 
 MOST_STEPS = 200
@@ -31,7 +29,6 @@ class Logs:
 
     Args:
         is_primary: whether this process writes the files of the run.
-        num_steps: steps of the run.
         writers: further writers of metrics, such as a tracker.
 
     Attributes:
@@ -141,32 +138,23 @@ def combined(
 
     An error of a callback does not end the run: `note` shows it, and the callback is not called
     again.
-
-    Raises:
-        ConfigError: a callback does not take these arguments.
     """
-    names = {function: getattr(function, "__name__", str(function)) for function in callbacks}
-    for function, name in names.items():
-        try:
-            inspect.signature(function).bind("step", "values")
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"callbacks: the run calls {name} with (step, values): {error}. Write "
-                f"def {name}(step, values)"
-            ) from error
+    working = list(callbacks)
 
     def call(step: int, values: Mapping[str, Any]) -> dict[str, float]:
         found: dict[str, float] = {}
-        for function, name in [*names.items()]:
+        for function in list(working):
             try:
                 numbers = dict(function(step, values) or {})
                 found |= {str(key): float(value) for key, value in numbers.items()}
             except Exception as error:  # the traceback shows the place in the user's code
-                del names[function]
+                working.remove(function)
+                name = getattr(function, "__name__", str(function))
                 where = "".join(traceback.format_exception(error)).rstrip()
                 note(
                     f"callback {name} raised {type(error).__name__}: {error}. The run continues "
-                    "without this function. Return numbers by name, or None\n" + where
+                    f"without it. Write def {name}(step, values) that returns numbers by name, or "
+                    f"None\n{where}"
                 )
         return found
 

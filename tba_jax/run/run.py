@@ -120,11 +120,7 @@ def claim(workdir: Path | str, config: Config, held: contextlib.ExitStack) -> tu
 
 
 def _claim_together(
-    processes: Cluster,
-    config: Config,
-    workdir: Path | str,
-    owner: int,
-    held: contextlib.ExitStack,
+    processes: Cluster, config: Config, workdir: Path | str, owner: int, held: contextlib.ExitStack
 ) -> tuple[Path, StopFlag | None]:
     """Check that every process has the same command; the owner claims the directory for all.
 

@@ -305,16 +305,14 @@ def evaluated_weights(
 
     A resumed run may evaluate version 0, the start model, which is then read once by `start`.
     """
-    started: list[Published] = []
+    start = functools.cache(start)
 
     def evaluated(version: int) -> Published | None:
         found = at(version, i)
-        if found is not None or version:
-            started.clear()
-            return found
-        if not started:
-            started.append(Published(0, start()))
-        return started[0]
+        if found is None and version == 0:
+            return Published(0, start())
+        start.cache_clear()
+        return found
 
     return evaluated
 
