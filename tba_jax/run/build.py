@@ -26,7 +26,6 @@ from tba_jax.devices.platform import return_free_memory
 from tba_jax.devices.worker import StopFlag
 from tba_jax.evaluation.evaluator import Evaluator
 from tba_jax.flow.layout import Batch
-from tba_jax.flow.state import PartState
 from tba_jax.models import lora
 from tba_jax.remote.channel import ChannelServer
 from tba_jax.remote.client import Client
@@ -39,7 +38,7 @@ from tba_jax.run import model_parts, task_parts
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.errors import CheckpointError
 from tba_jax.run.object_store import storage_of, upload
-from tba_jax.run.records import MOST_RESPONSES, Logs
+from tba_jax.run.records import Logs
 from tba_jax.run.shared import RunClock, Shared, make_arrival, make_searchers, open_shared
 from tba_jax.run.workdir import run_id_of
 from tba_jax.search.prompts import PromptReader, Prompts
@@ -54,21 +53,6 @@ from tba_jax.weights.memory import Weights
 
 
 @dataclasses.dataclass
-class Evaluated:
-    """First and newest evaluation of a run, with texts; step of the newest one, or -1."""
-
-    before: dict[str, Any] | None = None
-    after: dict[str, Any] | None = None
-    last_eval_step: int = -1
-
-    def state(self) -> PartState:
-        return PartState({}, dict(vars(self)))
-
-    def restore(self, state: PartState) -> None:
-        vars(self).update(state.meta)
-
-
-@dataclasses.dataclass
 class Run:
     """The connected parts of one run in a trainer process.
 
@@ -79,6 +63,7 @@ class Run:
         server: channel server of the owner's process; None without other processes.
         client: connection to the owner in another process; None in the owner's process.
         last_saved_step: step of the newest checkpoint; -1 before the first.
+        last_eval_step: version of the newest evaluation in metrics.jsonl; -1 before the first.
         hold: flag of the work directory's lock; None if another process holds it.
         callbacks: functions of the user, called with (step, values), that return additional values.
         advice: finds causes of a slow run and of a run that does not learn.
@@ -96,8 +81,8 @@ class Run:
     logs: Logs
     server: ChannelServer | None = None
     client: Client | None = None
-    evaluated: Evaluated = dataclasses.field(default_factory=Evaluated)
     last_saved_step: int = -1
+    last_eval_step: int = -1
     hold: StopFlag | None = None
     callbacks: Callable[[int, Mapping[str, Any]], dict[str, float]] = lambda step, values: {}
     advice: Advice = dataclasses.field(default_factory=Advice)
@@ -117,7 +102,6 @@ class Run:
             **({} if self.owner is None else {"owner": self.owner}),
             "trainer": self.trainer.counters,
             "clock": self.clock,
-            "evaluations": self.evaluated,
         }
 
     def save(self) -> None:
@@ -141,31 +125,29 @@ class Run:
                 saved = self.checkpoints.host_state(step)
                 for name, part in self._saveables().items():
                     part.restore(saved[name])
-        # Every process keeps the weights of the versions that the owner evaluates.
-        last = self.shared.cluster.broadcast_json(self.evaluated.last_eval_step)
-        self.evaluated.last_eval_step = last
         newest = self.trainer.step_index
 
         def is_kept(record: Mapping[str, Any]) -> bool:
+            if "eval/n" in record and record["step"] <= newest:
+                self.last_eval_step = record["step"]
+            # metrics.jsonl comes first: responses without its line are of an incomplete evaluation.
             is_evaluation = "eval/n" in record or record.get("of") == "eval"
-            return record["step"] <= (last if is_evaluation else newest)
+            return record["step"] <= (self.last_eval_step if is_evaluation else newest)
 
         self.logs.cut_back(is_kept)
+        # Every process keeps the weights of the versions that the owner evaluates.
+        self.last_eval_step = self.shared.cluster.broadcast_json(self.last_eval_step)
 
     def record_evaluations(self) -> bool:
         """Record finished evaluations; return whether there were any."""
         if self.owner is None:
             return False
-        finished, known = self.owner.evaluations.poll(), self.evaluated
+        finished = self.owner.evaluations.poll()
         for step, evaluation in finished:
-            values = evaluation.metrics()
-            line = {f"eval/{name}": value for name, value in values.items()}
-            self.logs.metrics.write(step, {"time_s": self.clock(), **line, "eval/version": step})
             self.logs.add_evaluation(step, evaluation, self.evaluator.prompts)
-            texts, rewards = evaluation.texts[:MOST_RESPONSES], evaluation.rewards[:MOST_RESPONSES]
-            record = {**values, "step": step, "texts": texts, "rewards": rewards}
-            known.before, known.after = known.before or record, record
-            known.last_eval_step = max(known.last_eval_step, step)
+            line = {f"eval/{name}": value for name, value in evaluation.metrics().items()}
+            self.logs.metrics.write(step, {"time_s": self.clock(), **line, "eval/version": step})
+            self.last_eval_step = step
         if finished:
             self.weights.keep_only(self.owner.evaluations.versions)
         return bool(finished)

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A trainer process of a run in a claimed work directory, from the build to the report."""
 
-import itertools
 import os
 import platform
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from tba_jax.devices.platform import open_cache
 from tba_jax.devices.worker import StopFlag
 from tba_jax.remote.channel import ChannelServer
 from tba_jax.remote.client import Client
-from tba_jax.report.jsonl import jsonable, stream_jsonl
+from tba_jax.report.jsonl import jsonable, read_jsonl, stream_jsonl
 from tba_jax.report.process import ReportProcess
 from tba_jax.report.progress import ProgressDisplay
 from tba_jax.report.writers import make_tracker
@@ -102,13 +101,15 @@ def write_report_json(run: Run) -> dict[str, Any]:
     """Write the final metrics of the run to WORKDIR/report.json, and return them."""
     owner, counters, wall_s = run.owner, run.trainer.counters, run.clock()
     assert owner is not None, "the primary process owns the buffer"
-    before, after = run.evaluated.before, run.evaluated.after
+    workdir = run.shared.workdir
+    evaluations = [_figures(x) for x in stream_jsonl(workdir / "metrics.jsonl") if "eval/n" in x]
+    before, after = (evaluations[0], evaluations[-1]) if evaluations else (None, None)
     device = jax.local_devices()[0]
     report = {
         "name": run.config.name,
         "seed": run.config.seed,
         "driver": run.config.driver,
-        "eval": {"before": _figures(before), "after": _figures(after)},
+        "eval": {"before": before, "after": after},
         "steps": run.trainer.step_index,
         "num_steps": run.config.num_steps,
         "wall_s": wall_s,
@@ -122,7 +123,7 @@ def write_report_json(run: Run) -> dict[str, Any]:
         "economy": run.buffer.economy(),
         "skipped_prompts": {"train": owner.num_skipped, "eval": run.evaluator.num_skipped},
         "kinds": list(run.shared.task.response_kinds),
-        "samples": [] if before is None or after is None else _samples(run, before, after),
+        "samples": _samples(workdir),
         "processes": jax.process_count(),
         "hardware": f"{jax.device_count()} x {device.device_kind}, "
         f"{os.cpu_count()} CPU cores, {platform.platform()}",
@@ -133,22 +134,25 @@ def write_report_json(run: Run) -> dict[str, Any]:
         metrics = owner.metrics()
         report["fleet"] = {name.removeprefix("fleet/"): x for name, x in metrics.items()}
     report = jsonable(report)
-    write_json(run.shared.workdir / "report.json", report)
+    write_json(workdir / "report.json", report)
     return report
 
 
-def _figures(record: dict[str, Any] | None) -> dict[str, Any] | None:
-    """Return the figures of an evaluation, if there was one, without texts."""
-    return record and {k: v for k, v in record.items() if k not in ("texts", "rewards")}
+def _figures(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the figures of an evaluation from its line of metrics.jsonl."""
+    own = {name.removeprefix("eval/"): x for name, x in line.items() if name.startswith("eval/")}
+    step = own.pop("version")
+    return {**own, "step": step}
 
 
-def _samples(run: Run, *records: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _samples(workdir: Path) -> list[dict[str, Any]]:
     """Return the first held-out prompts, with a response before and a response after training."""
-    columns = [record[name] for record in records for name in ("texts", "rewards")]
-    names = ("before", "before_reward", "after", "after_reward")
+    shown = [x for x in read_jsonl(workdir / "samples.jsonl") if x["of"] == "eval"]
+    before = (x for x in shown if x["step"] == shown[0]["step"])
+    after = (x for x in shown if x["step"] == shown[-1]["step"])
     return [
-        {"prompt": x.text, "answer": x.columns.get("answer", "")}
-        | dict(zip(names, values, strict=True))
-        # The only prompt has all responses.
-        for x, *values in zip(itertools.cycle(run.evaluator.prompts), *columns, strict=False)
+        {name: x[name] for name in ("prompt", "answer")}
+        | {"before": x["tokens"][0], "before_reward": x["reward"]}
+        | {"after": y["tokens"][0], "after_reward": y["reward"]}
+        for x, y in zip(before, after, strict=False)
     ]

@@ -83,7 +83,7 @@ class Loop:
     def __init__(self, run: Run, interrupted: Callable[[], bool]) -> None:
         self.run, self.owner, self.stop = run, run.owner, StopFlag()
         self._plan, self._interrupted = Plan(), interrupted
-        self._is_sync, self._newest_eval = run.config.driver == "sync", run.evaluated.last_eval_step
+        self._is_sync, self._newest_eval = run.config.driver == "sync", run.last_eval_step
         self._ended = StopFlag()  # set when the owner reports the end of the run
         self._watchdog = Watchdog(run.config.log.watchdog_s)
         # Asynchronous: pairs of a decoding and a grading thread.
@@ -236,7 +236,7 @@ class Loop:
         if owner is not None:
             if run.server is not None:
                 run.server.handlers = owner.handlers()
-            if run.trainer.step_index and run.evaluated.before is None:
+            if run.trainer.step_index and run.last_eval_step < 0:
                 owner.evaluations.request(0)  # interrupted before the start model was evaluated
             if run.config.placement != "fleet" and owner.absent:  # a fleet begins with those there
                 run.logs.progress.phase("waiting for the processes that search")
@@ -364,7 +364,7 @@ class Loop:
         """Publish and evaluate the final policy once; no new tickets begin."""
         run, step = self.run, self.run.trainer.step_index
         run.record_evaluations()
-        if run.evaluated.last_eval_step < step:
+        if run.last_eval_step < step:
             run.logs.progress.phase("evaluating the final policy")
             if self.owner is not None:
                 self.owner.allow(0, -1)

@@ -21,7 +21,7 @@ def make_run(owner=None, **fields):
     weights.poll = poll
     return SimpleNamespace(
         config=make_config({"batch.num_prompts": 2, "search.samples_per_prompt": 2, **fields}),
-        evaluated=SimpleNamespace(last_eval_step=0),
+        last_eval_step=0,
         is_evaluation_due=lambda step, newest: False,
         record_evaluations=lambda: False,
         weights=weights,
