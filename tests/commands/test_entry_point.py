@@ -78,7 +78,7 @@ def test_every_command_is_listed():
 def test_a_command_runs_by_its_name_and_an_unknown_one_is_one_line(capsys):
     with pytest.raises(SystemExit) as end:
         main(["report", "--help"])
-    assert end.value.code == 0 and "tba_jax.report" in capsys.readouterr().out
+    assert end.value.code == 0 and "tba_jax report" in capsys.readouterr().out
     assert main(["raport"]) == 2
     told = capsys.readouterr().err
     assert "no command 'raport'; there are main, report, " in told and "mean report? `py" in told
