@@ -100,7 +100,6 @@ class Run:
         return {
             "buffer": self.buffer,
             **({} if self.owner is None else {"owner": self.owner}),
-            "trainer": self.trainer.counters,
             "clock": self.clock,
         }
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from rich.console import Console
 
 from tba_jax.config.advice import notes
@@ -18,6 +19,7 @@ from tba_jax.devices.platform import open_cache
 from tba_jax.devices.worker import StopFlag
 from tba_jax.remote.channel import ChannelServer
 from tba_jax.remote.client import Client
+from tba_jax.report.files import Metrics
 from tba_jax.report.jsonl import jsonable, read_jsonl, stream_jsonl
 from tba_jax.report.process import ReportProcess
 from tba_jax.report.progress import ProgressDisplay
@@ -99,10 +101,11 @@ def conduct(
 
 def write_report_json(run: Run) -> dict[str, Any]:
     """Write the final metrics of the run to WORKDIR/report.json, and return them."""
-    owner, counters, wall_s = run.owner, run.trainer.counters, run.clock()
+    owner, wall_s = run.owner, run.clock()
     assert owner is not None, "the primary process owns the buffer"
     workdir = run.shared.workdir
-    evaluations = [_figures(x) for x in stream_jsonl(workdir / "metrics.jsonl") if "eval/n" in x]
+    logged = Metrics(stream_jsonl(workdir / "metrics.jsonl"))
+    evaluations = [_figures(line) for line in logged.evaluations]
     before, after = (evaluations[0], evaluations[-1]) if evaluations else (None, None)
     device = jax.local_devices()[0]
     report = {
@@ -115,10 +118,10 @@ def write_report_json(run: Run) -> dict[str, Any]:
         "wall_s": wall_s,
         "tokens_per_s": {
             "decoded": owner.decoded_tokens / wall_s,
-            "trained": counters.trained_tokens / wall_s,
+            "trained": logged.total("train/response_tokens") / wall_s,
         },
-        "idle_s": {"trainer": counters.wait_s, "searchers": owner.idle_s},
-        "staleness": counters.staleness(),
+        "idle_s": {"trainer": logged.total("train/wait_batch_s"), "searchers": owner.idle_s},
+        "staleness": _statistics(logged.staleness),
         "ledger": {**run.buffer.ledger(), **owner.ledger()},
         "economy": run.buffer.economy(),
         "skipped_prompts": {"train": owner.num_skipped, "eval": run.evaluator.num_skipped},
@@ -136,6 +139,15 @@ def write_report_json(run: Run) -> dict[str, Any]:
     report = jsonable(report)
     write_json(workdir / "report.json", report)
     return report
+
+
+def _statistics(staleness: Mapping[int, int]) -> dict[str, float]:
+    """Return mean, median, 95th percentile and maximum over the uses of responses, or {}."""
+    if not staleness:
+        return {}
+    uses = np.repeat([*staleness], [*staleness.values()])
+    p50, p95 = np.percentile(uses, [50, 95], method="inverted_cdf").tolist()
+    return {"mean": float(uses.mean()), "p50": p50, "p95": p95, "max": int(uses.max())}
 
 
 def _figures(line: Mapping[str, Any]) -> dict[str, Any]:

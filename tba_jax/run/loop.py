@@ -184,7 +184,7 @@ class Loop:
             extra = extras.pop(step)
             run.logs.add_step(step, shown)
             idle = [] if run.owner is None else run.owner.idle_s
-            times = Times(run.clock(), run.trainer.counters.wait_s, sum(idle) / max(1, len(idle)))
+            times = Times(run.clock(), run.trainer.wait_s, sum(idle) / max(1, len(idle)))
             for line in run.advice.lines(run.config, step, {**values, **extra}, times):
                 run.logs.progress.note(line)
             values = values | run.callbacks(step, values)
@@ -244,7 +244,7 @@ class Loop:
         if self._is_sync:
             return reports
         if owner is not None:
-            start = run.clock()
+            run.trainer.waiting_since = run.clock()
             run.logs.progress.phase("searchers fill the buffer")
             while run.trainer.step_index == 0 and not self.wants_stop():
                 if run.buffer.num_trajectories and owner.is_filled:
@@ -252,7 +252,6 @@ class Loop:
                 reports += self.no_batch()
             # The first step of a process compiles; the display ends the phase after it.
             run.logs.progress.phase("compiling the training step")
-            run.trainer.counters.wait_s += run.clock() - start
         # Request the evaluation after the fill, so that it does not delay the first responses.
         return reports + self.sync(run.trainer.step_index)
 

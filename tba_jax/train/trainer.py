@@ -7,7 +7,6 @@ with its state.
 """
 
 import collections
-import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +15,6 @@ import numpy as np
 from jaxtyping import Array
 
 from tba_jax.flow.layout import Batch
-from tba_jax.flow.state import PartState
 from tba_jax.flow.trajectory import Draw
 from tba_jax.train.metrics import Outputs, step_metrics
 from tba_jax.train.state import TrainState
@@ -67,41 +65,6 @@ class _Launched(NamedTuple):
     start_s: float
 
 
-@dataclasses.dataclass
-class Counters:
-    """Counts of waits, tokens and stale responses over the whole run.
-
-    Attributes:
-        wait_s: seconds without data to train on.
-        trained_tokens: sampled response tokens of all steps.
-        staleness_counts: number of trained responses by staleness in steps.
-    """
-
-    wait_s: float = 0.0
-    trained_tokens: int = 0
-    staleness_counts: collections.Counter[int] = dataclasses.field(
-        default_factory=collections.Counter
-    )
-
-    def state(self) -> PartState:
-        """Return the counts, whose size does not grow with the steps."""
-        staleness = sorted(self.staleness_counts.items())
-        return PartState({}, {**vars(self), "staleness_counts": staleness})
-
-    def restore(self, state: PartState) -> None:
-        """Continue counting from a saved state."""
-        known = collections.Counter(dict(state.meta["staleness_counts"]))
-        vars(self).update(state.meta, staleness_counts=known)
-
-    def staleness(self) -> dict[str, float]:
-        """Return mean, median, 95th percentile and maximum over the uses of responses, or {}."""
-        if not self.staleness_counts:
-            return {}
-        uses = np.repeat([*self.staleness_counts], [*self.staleness_counts.values()])
-        p50, p95 = np.percentile(uses, [50, 95], method="inverted_cdf").tolist()
-        return {"mean": float(uses.mean()), "p50": p50, "p95": p95, "max": int(uses.max())}
-
-
 MAX_NONFINITE_STEPS = 3
 """Number of consecutive steps with a non-finite loss or gradient after which the run ends."""
 
@@ -126,6 +89,8 @@ class Trainer:
     Attributes:
         step_index: number of launched steps.
         version: newest published version.
+        wait_s: seconds without data to train on, since this process began.
+        waiting_since: time at which a wait for data began; None while there is data.
     """
 
     def __init__(
@@ -139,13 +104,13 @@ class Trainer:
     ) -> None:
         self.state = state
         self.step_index = int(state.step)
-        self.counters = Counters()
+        self.wait_s = 0.0
+        self.waiting_since: float | None = None
         self.version = self.step_index
         self._train_step = train_step
         self._weights = weights
         self._keep_references = keep_references
         self._clock = clock
-        self._waiting_since: float | None = None
         self._launched: list[_Launched] = []
         self._fetched_s = 0.0  # when the last results arrived
 
@@ -168,12 +133,12 @@ class Trainer:
         start = self._clock()
         batch, draws = decide()
         if batch is None:
-            if self._waiting_since is None:
-                self._waiting_since = start
+            if self.waiting_since is None:
+                self.waiting_since = start
             return False
-        waited_s = 0.0 if self._waiting_since is None else start - self._waiting_since
-        self._waiting_since = None
-        self.counters.wait_s += waited_s
+        waited_s = 0.0 if self.waiting_since is None else start - self.waiting_since
+        self.waiting_since = None
+        self.wait_s += waited_s
         launch_s = self._clock()
         self.state, outputs, reference = self._train_step(self.state, batch)
         self._launched.append(
@@ -222,7 +187,6 @@ class Trainer:
         values: dict[str, Any] = step_metrics(launched.batch, outputs)
         del values["train/skipped_in_a_row"]
         tokens = values["train/response_tokens"]
-        self.counters.trained_tokens += int(tokens)
         values |= {
             "train/wait_batch_s": launched.waited_s,
             "train/draw_s": launched.draw_s,
@@ -239,7 +203,6 @@ class Trainer:
         staleness = collections.Counter(
             step - y.version_min for y in responses if y.version_min >= 0
         )
-        self.counters.staleness_counts.update(staleness)
         distinct = sum(len(set(d.ids)) for d in draws)
         mean = sum(x * n for x, n in staleness.items()) / max(1, staleness.total())
         return {

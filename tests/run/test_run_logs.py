@@ -10,6 +10,7 @@ from fake_groups import make_trajectory
 
 from tba_jax.flow.trajectory import Draw, Prompt
 from tba_jax.report.jsonl import read_jsonl
+from tba_jax.run.conduct import _statistics
 from tba_jax.run.records import MOST_STEPS, Logs
 from tba_jax.train.trainer import Shown
 
@@ -46,6 +47,11 @@ def test_responses_of_a_whole_run_are_written_with_their_ratios(tmp_path):
     assert record["staleness"] == 3 and record["behavior"] == [50, 50, 50]
     assert record["reference_sum"] == 6.0 and record["parts"] == {"format": 1.0}
     assert record["answer"] == "b" and record["tokens"] == ["a", "a", "a"]
+
+
+def test_staleness_is_that_of_each_use_of_a_response():
+    assert _statistics({}) == {}
+    assert _statistics({0: 1, 3: 2}) == {"mean": 2.0, "p50": 3, "p95": 3, "max": 3}
 
 
 def test_evaluations_are_written_at_even_distances_and_at_the_end(tmp_path):
