@@ -53,12 +53,9 @@ def test_a_closed_output_ends_a_command_without_a_line():
     assert (done.stderr, done.returncode) == (b"", 128 + signal.SIGPIPE)
 
 
-WITHOUT_MODULE = "launch_processes"  # python -m tba_jax launch_processes
-
-
 def test_a_process_for_user_code_imports_nothing_of_the_command_that_started_it():
     # multiprocessing imports the main module under this name, except that of a package.
-    modules = [f"tba_jax.{name}" for name in COMMANDS if name not in ("report", WITHOUT_MODULE)]
+    modules = [f"tba_jax.{name}" for name in COMMANDS if name not in ("report", "launch_processes")]
     program = (
         f"import runpy, sys\nfor name in {modules}:\n"
         "    runpy.run_module(name, run_name='__mp_main__', alter_sys=True)\n"
@@ -72,7 +69,7 @@ def test_every_command_is_listed():
     files = {path.stem for path in package.glob("*.py")}
     folders = {path.parent.name for path in package.glob("*/__main__.py")}
     no_commands = {"__init__", "__main__", "api", "settings", "workers"}
-    assert set(COMMANDS) - {WITHOUT_MODULE} == (files | folders) - no_commands
+    assert set(COMMANDS) - {"launch_processes"} == (files | folders) - no_commands
 
 
 def test_a_command_runs_by_its_name_and_an_unknown_one_is_one_line(capsys):
