@@ -158,7 +158,7 @@ LIMITS = {
     "storage": 365,
     "bench": 1813,
     "report": 1740,
-    "commands": 1724,
+    "commands": 1725,
     "studies": 789,
     "models/hf": 1451,
     "models": 5563,
@@ -166,7 +166,7 @@ LIMITS = {
     "config": 1062,
     "presets": 475,
     "remote": 1032,
-    "run": 3034,
+    "run": 3038,
     "planning": 2300,
     "tasks": 1312,
     "environments": 1278,
@@ -198,7 +198,7 @@ TEST_LIMITS = {
     ("config",): 436,
     ("serving",): 1049,
     ("remote",): 692,
-    ("run",): 1079,
+    ("run",): 1129,  # what a config.json alone means; the start model of resumed runs
     OTHERS: 2095,
     ("",): 1722,  # with padded responses, which were a part of the package
 }

@@ -179,10 +179,9 @@ def fine_tune(
     for i in range(settings.num_steps + 1):
         is_last = i == settings.num_steps
         if held_out and (is_last or settings.eval.period and i % settings.eval.period == 0):
-            rows = [*_in_order(held_out, scored)]
-            found = [score(state.params, placed(x), *base) for x in rows]  # 0 where nothing counts
-            total = sum(np.asarray(x, np.float64).sum() for x in found)
-            eval_losses.append((i, float(-total / sum(x.mask.sum() for x in rows))))
+            found = [score(state.params, placed(x), *base) for x in _in_order(held_out, scored)]
+            total = sum(np.asarray(logprobs, np.float64).sum() for logprobs in found)
+            eval_losses.append((i, float(-total / sum(len(x.response) for x in held_out))))
             print(f"step {i}: {eval_losses[-1][1]:.4f} nats per held-out token", flush=True)
         if is_last:
             break

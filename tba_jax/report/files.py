@@ -54,10 +54,6 @@ class Metrics:
         """Return the names of all numbers in the log, sorted."""
         return sorted(self._lines)
 
-    def total(self, name: str) -> float:
-        """Return the sum of a metric over all lines."""
-        return sum(self._values.get(name, ()))
-
     def column(self, x: str, y: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the values of `x` and `y` in lines with numbers for both, as float64 arrays."""
         lines = [np.array(self._lines.get(name, ()), np.int64) for name in (x, y)]

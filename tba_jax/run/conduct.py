@@ -106,6 +106,10 @@ def write_report_json(run: Run) -> dict[str, Any]:
     workdir = run.shared.workdir
     logged = Metrics(stream_jsonl(workdir / "metrics.jsonl"))
     evaluations = [_figures(line) for line in logged.evaluations]
+    tokens, waits_s = (
+        float(logged.column("step", f"train/{name}")[1].sum())
+        for name in ("response_tokens", "wait_batch_s")
+    )
     before, after = (evaluations[0], evaluations[-1]) if evaluations else (None, None)
     device = jax.local_devices()[0]
     report = {
@@ -118,9 +122,9 @@ def write_report_json(run: Run) -> dict[str, Any]:
         "wall_s": wall_s,
         "tokens_per_s": {
             "decoded": owner.decoded_tokens / wall_s,
-            "trained": logged.total("train/response_tokens") / wall_s,
+            "trained": tokens / wall_s,
         },
-        "idle_s": {"trainer": logged.total("train/wait_batch_s"), "searchers": owner.idle_s},
+        "idle_s": {"trainer": waits_s, "searchers": owner.idle_s},
         "staleness": _statistics(logged.staleness),
         "ledger": {**run.buffer.ledger(), **owner.ledger()},
         "economy": run.buffer.economy(),
