@@ -111,6 +111,7 @@ def _dry_run(config: Config) -> int:
 
 def preflight(config: Config) -> None:
     """Check config, data, model, rewards and devices; raise the first problem. Reads no weights."""
+    from tba_jax.models.hf import hf_weights
     from tba_jax.rewards.kinds import try_functions
     from tba_jax.run import model_parts, task_parts
     from tba_jax.search.prompts import text_of
@@ -119,6 +120,9 @@ def preflight(config: Config) -> None:
     task = config.task.open()
     task.size("train")
     model = model_parts.describe_model(config, with_weights=False)
+    path = config.model.path
+    if path and os.path.isfile(os.path.join(os.path.expanduser(path), "config.json")):
+        hf_weights.open_folder(model.folder)  # names and shapes
     model_parts.longest_sequence(config, model.config)
     tokenizer = model.load_tokenizer()
     text_of(task, tokenizer, "train", 0)

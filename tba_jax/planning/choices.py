@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 DEFAULT_RESPONSE = 256
 """`search.max_new_tokens` of the preset custom, which a model with a small context lowers."""
+DEFAULT_HELD_OUT = 256
+"""`task.num_eval_prompts` of the preset custom, which a small data set lowers."""
 LENGTHS = ("task.max_prompt_tokens", "search.max_new_tokens", "task.num_eval_prompts")
 _LOOKED_AT = 2000  # number of prompts whose length is measured, evenly spaced
 _MULTIPLE = 32  # programs are compiled for few lengths
@@ -155,7 +157,8 @@ def with_lengths(config: Config) -> tuple[Config, str]:
 
     If `task.max_prompt_tokens` is 0, the function sets three limits: prompts are at most as long as
     the longest prompt of the data, responses of the preset's length have at most half of the
-    model's context, and at most a fifth of the rows is held out. The choice depends only on data,
+    model's context, and of a small data set at most a fifth is held out instead of the preset's
+    number of rows. The choice depends only on data,
     model and config, so a resumed run makes the same choice.
 
     Raises:
@@ -182,8 +185,10 @@ def with_lengths(config: Config) -> tuple[Config, str]:
         "task.max_prompt_tokens": min(-(-longest // _MULTIPLE) * _MULTIPLE, context - response),
         "search.max_new_tokens": response,
     }
-    if isinstance(task, Custom) and (most := task.most_held_out(1 / _HELD_OUT_SHARE)):
-        fields["task.num_eval_prompts"] = min(config.task.num_eval_prompts, most)
+    held_out = config.task.num_eval_prompts
+    if held_out == DEFAULT_HELD_OUT and isinstance(task, Custom):
+        most = task.most_held_out(1 / _HELD_OUT_SHARE)
+        fields["task.num_eval_prompts"] = min(held_out, most or held_out)
     return replace(config, fields), (
         f"prompts of up to {longest} tokens, and a context of {context}"
     )

@@ -135,6 +135,8 @@ def test_lengths_fit_the_data_and_the_context(tmp_path, words):
     given = [f"--config.task.data_path={path}", "--config.task.reward=math:floor"]
     config = override(None, ["--config=custom", *given])
     validate(config)
+    kept, _ = choices.with_lengths(replace(config, {"task.num_eval_prompts": 30}))
+    assert kept.task.num_eval_prompts == 30
     config, reason = choices.with_lengths(config)
     prompt, response = config.task.max_prompt_tokens, config.search.max_new_tokens
     assert prompt > 0 and prompt % 32 == 0 and response > 0

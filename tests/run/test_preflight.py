@@ -2,11 +2,13 @@
 """A config, data, model or reward that cannot be used is refused before weights are read."""
 
 import json
+import shutil
 
 import pytest
 
 from tba_jax.commands.train import preflight
 from tba_jax.config.command_line import override
+from tba_jax.run.model_parts import START_MODEL
 
 REWARDS = """
 def score(completions, answer, **kwargs):
@@ -34,6 +36,8 @@ def folder(tmp_path_factory):
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "bad.jsonl").write_text('{"question": "1"}\n{"question": }\n')
     (folder / "rewards.py").write_text(REWARDS)
+    shutil.copytree(START_MODEL, folder / "pickled")
+    (folder / "pickled" / "model.safetensors").rename(folder / "pickled" / "pytorch_model.bin")
     return folder
 
 
@@ -67,6 +71,7 @@ BROKEN = {
     ),
     "a missing column": ({"task__columns": "prompt=query"}, "no column 'query'"),
     "a missing model": ({"model__path": "{}/model"}, "/model' is not a folder"),
+    "pickled weights": ({"model__path": "{}/pickled"}, "no model.safetensors there. Download"),
     "a damaged row": ({"task__data_path": "{}/bad.jsonl"}, "bad.jsonl, line 2"),
     "a value out of range": ({"batch__num_prompts": 0}, "num_prompts = 0: must be at least 1"),
     "a function without its column": (
