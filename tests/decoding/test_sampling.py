@@ -137,9 +137,10 @@ def test_top_k_and_top_p_against_sorting():
     rng = np.random.default_rng(0)
     b, v = 64, 1000
     logits = (rng.normal(size=(b, v)) * rng.uniform(0.5, 5, (b, 1))).astype(np.float32)
+    logits[::2] = np.round(logits[::2], 1)  # ties, which are kept or dropped together
     logits[:, ::9] = -np.inf
     temperature = rng.uniform(0.3, 2, b).astype(np.float32)
-    top_p = np.where(rng.random(b) < 0.3, 1, rng.uniform(0.02, 0.999, b)).astype(np.float32)
+    top_p = np.where(rng.random(b) < 0.3, 1, rng.uniform(1e-6, 0.999, b)).astype(np.float32)
     top_k = np.where(rng.random(b) < 0.3, 0, rng.integers(1, 2 * v, b)).astype(np.int32)
     rows = settings(b, temperature, top_p, top_k)
     tokens, logprobs = draw(jnp.asarray(logits), words(b), rows)
@@ -161,32 +162,6 @@ def test_a_truncated_draw_is_the_plain_draw_of_the_kept_tokens():
     want = draw(jnp.asarray(np.where(kept, logits, -np.inf)), words(200), settings(200))
     np.testing.assert_array_equal(got[0], want[0])
     np.testing.assert_allclose(got[1], want[1], atol=1e-6)  # one ulp of log-probs below 8
-
-
-def test_ties_and_limits():
-    p = np.array([0.15, 0.40, 0.15, 0.0, 0.12, 0.15, 0.03])
-    cases = np.array(
-        [  # top_p, top_k, number of kept tokens
-            (1.0, 1, 1),
-            (1.0, 2, 4),  # three tie for the second place
-            (0.0, 0, 1),  # the most probable token always stays
-            (0.39, 0, 1),
-            (0.41, 0, 4),
-            (0.59, 5, 4),  # of the five, renormalised to 0.412 and thrice 0.155, and 0.124
-            (0.87, 5, 4),
-            (0.88, 5, 5),
-            (1.0, 0, 6),
-        ]
-    )
-    n = len(cases)
-    with np.errstate(divide="ignore"):
-        logits = jnp.asarray(np.tile(np.log(p), (n, 1)), jnp.float32)
-    rows = settings(n, 1, cases[:, 0], cases[:, 1])
-    _, logprobs = draw(logits, jnp.zeros((n, 2), jnp.uint32), rows)
-    for got, num_kept in zip(logprobs, cases[:, 2].astype(int), strict=True):
-        first = 1 if num_kept == 1 else 0  # word 0 draws the first token kept
-        kept = np.sort(p)[::-1][:num_kept]
-        np.testing.assert_allclose(got, np.log(p[first] / kept.sum()), atol=1e-6)
 
 
 def test_words_belong_to_row_and_step():

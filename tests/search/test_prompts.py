@@ -1,25 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prompts of tickets and start data: order, limits, bad rows, and log-probs of given responses."""
+"""Prompts of tickets and start data: order, limits and bad rows."""
 
 import json
 
-import jax
 import numpy as np
 import pytest
-from fake_models import start_model
 
-from tba_jax.config.schema import make_config
-from tba_jax.decoding.requests import SamplingSettings
-from tba_jax.flow.padding import Padding
-from tba_jax.flow.tickets import Ticket
-from tba_jax.flow.trajectory import Prompt
-from tba_jax.models.scoring import Scoring
 from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.models.transformer import unstack_layers
-from tba_jax.run.model_parts import START_MODEL, make_decoder
+from tba_jax.run.model_parts import START_MODEL
 from tba_jax.search.config import SearchSettings
 from tba_jax.search.prompts import PromptReader, Prompts
-from tba_jax.search.start_data import GivenScorer, load_start_tickets
+from tba_jax.search.start_data import load_start_tickets
 from tba_jax.tasks.arithmetic import Arithmetic
 from tba_jax.tasks.config import TaskSettings
 from tba_jax.tasks.task import Task
@@ -200,35 +191,3 @@ def test_a_bad_row_is_named(tmp_path, tokenizer, row, changes, message):
     line = 1 if "max_prompt_tokens" in changes else 2
     with pytest.raises(ValueError, match=f"start.jsonl, line {line}: .*{message}"):
         load(path, tokenizer, **changes)
-
-
-def test_log_probs_of_given_responses_are_those_of_drawing_them():
-    model, params, tokenizer = start_model()
-    params = unstack_layers(params, model)
-    config = make_config({"task.max_prompt_tokens": 12, "search.max_new_tokens": 12})
-    prompts = []
-    for i in range(3):
-        text, columns = Arithmetic().problem("train", i)
-        prompts.append(Prompt(i, text, tokenizer.encode(text, add_bos=True), columns))
-    drawn = make_decoder(config, model, tokenizer).decode(
-        params,
-        [p.tokens for p in prompts],
-        num_samples=4,
-        key=jax.random.key(0),
-        settings=SamplingSettings(12, temperature=0.8, top_p=1.0, min_new_tokens=2),
-    )
-    given = [
-        Ticket(i, p, tuple(y.tokens for y in drawn[i][: 4 - i])) for i, p in enumerate(prompts)
-    ]
-    scoring = Scoring(temperature=0.8, eos_ids=tokenizer.eos_ids, min_new_tokens=2)
-    score = GivenScorer(model, scoring, Padding((12,), (12,), tokenizer.pad_id), 4)
-    for i, ticket in enumerate(given):
-        group = score(params, ticket, version=5)
-        assert group.prompt is prompts[i] and len(group.episodes) == 4 - i
-        for j, y in enumerate(group.episodes):
-            np.testing.assert_array_equal(y.tokens, ticket.responses[j])
-            # Float32: one forward pass over whole sequences against a cache, token by token.
-            expected = drawn[i][j].token_logprobs
-            np.testing.assert_allclose(y.token_logprobs, expected, atol=2e-4)
-            assert (y.version_min, y.version_max, y.temperature) == (5, 5, 0.8)
-            assert (y.finish, y.is_sampled) == ("eos", None)
