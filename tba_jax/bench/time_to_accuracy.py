@@ -140,12 +140,7 @@ def _ours(
 
 
 def _trl(
-    args: argparse.Namespace,
-    command: list[str],
-    env: Mapping[str, str],
-    folder: Path,
-    learning_rate: str,
-    repeat: int,
+    args: argparse.Namespace, command: list[str], env: Any, folder: Path, rate: str, repeat: int
 ) -> Figures:
     """Run GRPO of TRL in a process of the peer's interpreter; its first arguments are the peer."""
     folder.mkdir()
@@ -162,7 +157,7 @@ def _trl(
         **_WORKLOADS[args.config],
         "model": str(START_MODEL),
         "seed": repeat,
-        "learning_rate": float(learning_rate),
+        "learning_rate": float(rate),
         "warmup_steps": 3,  # as of the presets
         "problems": [problem("train", int(i)) for i in chosen],
         "held_out": [problem("eval", i) for i in range(args.num_held_out)],

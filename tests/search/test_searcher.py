@@ -118,6 +118,7 @@ def test_given_responses_are_scored_first_as_if_they_were_drawn_and_then_it_draw
             wanted = z.behavior_token_logprobs
             np.testing.assert_allclose(y.behavior_token_logprobs, wanted, atol=2e-4)
             assert (y.reward, y.finish_reason, y.version_min) == (z.reward, "eos", 0)
+            assert y.sampling_temperature == z.sampling_temperature == 1.0
     assert sum(map(len, whole)) > 8 and len(results) == 7
     assert results[6].generated == 3 and results[6].report.tokens > 0
 
