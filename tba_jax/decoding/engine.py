@@ -95,11 +95,8 @@ class Session:
         self._queue = collections.deque[_Sample]()
         self._samples: list[_Sample | None] = [None] * num_slots  # of each slot
         self._chunk: _Chunk | None = None
-        self._where = decoder.where(self._weights)
-        # On the host, and the copy on the device, which is replaced after a change.
-        self._slots, progress = empty_slots(num_slots, decoder.num_stop_ids)
-        self._placed: Slots | None = None
-        self._progress = jax.device_put(progress, self._where)
+        self._slots, progress = empty_slots(num_slots, decoder.num_stop_ids)  # slots: on the host
+        self._progress = jax.device_put(progress, decoder.where(self._weights))
         self._history = decoder.new_cache(num_slots, self._weights)
         # Of the pool: kept caches, then the rows into which prompts are read.
         self._num_kept = num_slots if keeps_caches else 0
@@ -294,17 +291,17 @@ class Session:
         new = new._replace(number=self._slots.number[slot] + 1)
         for part, value in zip(self._slots, new, strict=True):
             part[slot] = value
-        self._samples[slot], self._placed = sample, None
+        self._samples[slot] = sample
 
     def _launch(self) -> _Chunk | None:
         """Launch a chunk; return None if there is no response to decode."""
         if not any(self._samples):
             return None
-        if self._placed is None:
-            # The device may read an array of the host after this call, so it gets a copy.
-            self._placed = jax.device_put(jax.tree.map(np.copy, self._slots), self._where)
+        # The device may read an array of the host after this call, so it gets a copy. A separate
+        # transfer would give up the interpreter lock, and wait for it, once per array.
+        slots = jax.tree.map(np.copy, self._slots)
         drawn, self._history, self._progress = self.decoder.run_chunk(
-            self._weights, self._history, self._placed, self._progress
+            self._weights, self._history, slots, self._progress
         )
         for x in drawn:
             x.copy_to_host_async()

@@ -39,7 +39,7 @@ Caches = tuple[LayerCache, ...]
 
 
 class Slots(NamedTuple):
-    """Responses that the host assigned to n slots; sent to the device when they change.
+    """Responses that the host assigned to n slots; sent to the device with each chunk.
 
     The default of a field is its value in an empty slot, with the dtype of the field.
 

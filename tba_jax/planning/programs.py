@@ -307,14 +307,14 @@ def lower_decoder(
     width, size = max(decoder.pieces.items())
     rows = n, num_kept + decoder.num_rows
     history, pool = (decoder.abstract_cache(num, where) for num in rows)
-    slots = jax.eval_shape(lambda: empty_slots(n, decoder.num_stop_ids))
-    slots = _abstract(slots, jax.tree.map(lambda _: where, slots))
+    slots, progress = jax.eval_shape(lambda: empty_slots(n, decoder.num_stop_ids))
+    progress = _abstract(progress, jax.tree.map(lambda _: where, progress))
     read = weights, pool, ints(size, width), ints(size)
     return {
         "prefill": functools.partial(decoder.extend.lower, *read, None),
         "extend": functools.partial(decoder.extend.lower, *read, (ints(size), ints(size))),
         "copy": functools.partial(decoder.copy.lower, history, pool, ints(n), ints(n), ints()),
-        "chunk": functools.partial(decoder.run_chunk.lower, weights, history, *slots),
+        "chunk": functools.partial(decoder.run_chunk.lower, weights, history, slots, progress),
     }
 
 
