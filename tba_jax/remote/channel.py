@@ -28,7 +28,7 @@ class Unreachable(Exception):
 
 
 class Refused(Exception):
-    """The server refuses the request: token, method or message."""
+    """The server refuses the request: its token or message."""
 
 
 class Rewind(Exception):
@@ -101,11 +101,9 @@ class ChannelServer:
             return Response("wrong token. Start the same command on every machine", 401)
         if not self.handlers:
             return Response("the trainer is starting, or has failed; its output has the cause", 503)
-        handler = self.handlers.get(request.path_params["method"])
-        if handler is None:
-            return Response("no such method. Install the same version on every machine", 404)
         body, loop = await request.body(), asyncio.get_running_loop()
         try:
+            handler = self.handlers[request.path_params["method"]]
             return Response(await loop.run_in_executor(self._threads, handler, body))
         except (*_STATUS,) as error:
             status = next(status for kind, status in _STATUS.items() if isinstance(error, kind))

@@ -48,10 +48,6 @@ class Plan(NamedTuple):
     draws: Sequence[Draw] = ()  # empty in processes that did not draw the batch
 
 
-def _array(dtype: str, shape: Sequence[int], data: bytes) -> np.ndarray:
-    return np.frombuffer(data, np.dtype(dtype)).reshape(shape)
-
-
 _KINDS: dict[str, Any] = {
     kind.__name__: kind
     for kind in (
@@ -60,7 +56,8 @@ _KINDS: dict[str, Any] = {
         *(Mail, Plan, Batch),
     )
 }
-_MAKERS = {**_KINDS, "array": _array, "int": int, "tuple": lambda *values: values}
+_MAKERS = _KINDS | {"int": int, "tuple": lambda *values: values}
+_MAKERS["array"] = lambda dtype, shape, data: np.frombuffer(data, dtype).reshape(shape)
 _NAME = "\x00"  # key of an entry that stands for a value that msgpack does not know
 
 
