@@ -195,7 +195,7 @@ TEST_LIMITS = {
     ("integration",): 886,  # with the restart of a fleet, which was a test of run
     ("planning",): 588,
     ("report", "commands"): 1046,
-    ("config",): 436,
+    ("config",): 443,
     ("serving",): 1049,
     ("remote",): 692,
     ("run",): 1134,  # what a config.json alone means; the start model of resumed runs

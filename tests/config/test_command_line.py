@@ -4,6 +4,7 @@
 import dataclasses
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -65,11 +66,17 @@ def test_a_mistake_is_one_line(argument, message):
     assert "\n" not in str(info.value)
 
 
-def test_evaluate_takes_overrides(capsys):
+def test_evaluate_takes_overrides(capsys, tmp_path):
     assert evaluate.main([MATH, "--config.task.num_eval_prompts=8", "--json"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert (result["n"], result["num_skipped"], result["num_failed"]) == (8, 0, 0)
     assert 0 < result["response_length_mean"] <= 16
+    body = "[None if int(a) % 2 else 1.0 for a in answer]"
+    (tmp_path / "some.py").write_text(f"def some(completions, answer):\n    return {body}\n")
+    reward = f"--config.task.reward={tmp_path / 'some.py'}:some"
+    assert evaluate.main([MATH, "--config.task.num_eval_prompts=8", reward]) == 0
+    text = r"on 8 held-out prompts \([1-7] responses have no reward, counted as 0\)"
+    assert re.search(text, capsys.readouterr().out)
 
 
 def test_main_refuses_in_one_line_and_writes_nothing(tmp_path):
