@@ -137,5 +137,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("arguments", nargs="*", help="after --: arguments of tba_jax.main")
     args: Any = parser.parse_args(argv)
     if args.num_processes < 1:
-        parser.error(f"--num_processes={args.num_processes}: wanted at least 1")
+        raise ValueError(f"--num_processes={args.num_processes}: wanted at least 1")
     return launch(args.num_processes, args.arguments)

@@ -156,8 +156,8 @@ def load_run(workdir: str | os.PathLike[str]) -> Run:
     workdir = Path(workdir)
     if not any((workdir / name).exists() for name in ("metrics.jsonl", "report.json")):
         raise ValueError(
-            f"{workdir}: not the work directory of a run (no metrics.jsonl and no report.json). "
-            "Give the directory of --workdir"
+            f"{workdir}: no step is logged here (no metrics.jsonl and no report.json). Wait for "
+            "the first step of the run, or give the directory of another --workdir"
         )
     resolved, report = (_read(workdir / name) for name in ("config.json", "report.json"))
     parts = {name: resolved.get(name, {}) for name in ("config", "versions", "chosen")}
