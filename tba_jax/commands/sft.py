@@ -22,7 +22,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -64,20 +64,6 @@ def likelihood(groups: Groups, beta: Float[Array, ""] | float) -> Terms:
     """-(sum of log pi of all answer tokens) / (number of answer tokens)."""
     del beta
     return Terms(-summed(groups, groups.logp))
-
-
-class Tuned(NamedTuple):
-    """Result of a fine-tuning.
-
-    Attributes:
-        params: plain parameters; adapters are merged.
-        losses: nats per token of each step's batch, before the step's update.
-        eval_losses: (step, nats per token of the held-out examples).
-    """
-
-    params: Any
-    losses: list[float]
-    eval_losses: list[tuple[int, float]]
 
 
 def batches(examples: Sequence[Example], layout: RowLayout, seed: int) -> Iterator[Batch]:
@@ -122,8 +108,12 @@ def fine_tune(
     examples: Sequence[Example],
     held_out: Sequence[Example],
     settings: Config,
-) -> Tuned:
+) -> tuple[Any, list[float], list[tuple[int, float]]]:
     """Fine-tune a model with the settings of the command.
+
+    Returns:
+        Plain parameters, with adapters merged; nats per token of each step's batch, before the
+        step's update; (step, nats per token of the held-out examples).
 
     Raises:
         ValueError: the mesh does not divide the model or does not fit the devices, a matrix of
@@ -192,7 +182,7 @@ def fine_tune(
                 f"step {i + 1} of {settings.num_steps}: {losses[-1]:.4f} nats per token", flush=True
             )
     params = lora.merge(base[0], state.params, config=config) if base else state.params
-    return Tuned(params, losses, eval_losses)
+    return params, losses, eval_losses
 
 
 def _layout(
@@ -272,8 +262,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{args.data}: prompt and response take up to {longest} tokens, more than {what}"
             f"{'' if packed else f' ({source.config.max_positions})'}. Shorten them"
         )
-    tuned = fine_tune(source, examples, held_out, config)
-    folder = source.folder
-    hf_weights.save(out, source.config, tuned.params, source.hf_config, tokenizer_files_from=folder)
+    params, _, _ = fine_tune(source, examples, held_out, config)
+    hf_weights.save(out, source.config, params, source.hf_config, source.folder)
     print(f"{out}: written")
     return 0

@@ -149,12 +149,8 @@ def _final(grouped: Sequence[RunGroup]) -> list[dict[str, Any]]:
         for run in group.runs:
             of = members.setdefault(run.metric if run.evals else "", {})
             of.setdefault(group.name, []).append(run)
-    rows = []
-    for metric, named in members.items():
-        for name, runs in named.items():
-            last = _with_interval(_last_evaluation(runs, metric), metric)
-            rows.append({"name": name, "last": last, **_figures(runs, metric)})
-    return rows
+    each = [(name, runs, x) for x, named in members.items() for name, runs in named.items()]
+    return [{"name": name, **_figures(runs, metric)} for name, runs, metric in each]
 
 
 def _figures(runs: Sequence[Run], metric: str) -> dict[str, Any]:
@@ -170,6 +166,7 @@ def _figures(runs: Sequence[Run], metric: str) -> dict[str, Any]:
     means = [age.mean() for age in ages if len(age)]
     return {
         "metric": metric_label(metric),
+        "last": _with_interval(_last_evaluation(runs, metric), metric),
         "first": _with_interval(groups.mean_interval(first) if first else None, metric),
         "runs": len(runs),
         "steps": steps,

@@ -118,11 +118,11 @@ def plain(examples_file):
 
 def test_packed_rows_on_a_mesh_give_the_same_losses(plain, examples_file):
     mesh = ["--config.mesh.data=2", "--config.mesh.fsdp=2", "--config.batch.micro_batch_rows=4"]
-    found = tuned(examples_file, *mesh, "--config.batch.packed_length=40")
-    assert [step for step, _ in plain.eval_losses] == [0, 2, 4]
+    _, losses, eval_losses = tuned(examples_file, *mesh, "--config.batch.packed_length=40")
+    assert [step for step, _ in plain[2]] == [0, 2, 4]
     # float32 sums in another order; AdamW divides by the root of small second moments.
-    np.testing.assert_allclose(found.losses, plain.losses, rtol=1e-4)
-    np.testing.assert_allclose(found.eval_losses, plain.eval_losses, rtol=1e-4)
+    np.testing.assert_allclose(losses, plain[1], rtol=1e-4)
+    np.testing.assert_allclose(eval_losses, plain[2], rtol=1e-4)
 
 
 def test_the_evaluation_is_the_mean_over_held_out_tokens_of_all_batches(plain, examples_file):
@@ -132,7 +132,7 @@ def test_the_evaluation_is_the_mean_over_held_out_tokens_of_all_batches(plain, e
     params, num = source.load_params(), sum(len(x.response) for x in held_out)
     total = -sum(scored_tokens(source.config, params, *x[:2]).sum() for x in held_out)
     # Another length of padding.
-    np.testing.assert_allclose(plain.eval_losses[0][1], total / num, rtol=1e-5)
+    np.testing.assert_allclose(plain[2][0][1], total / num, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
