@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The tasks that read question-and-answer files, and the registry."""
 
-import os
 import sys
 import types
 
@@ -12,9 +11,6 @@ from tba_jax.settings import ConfigError
 from tba_jax.tasks.config import TaskSettings
 from tba_jax.tasks.registry import TASKS
 
-GSM8K = os.path.join(os.path.dirname(__file__), "..", "..", "..", "shared", "data", "gsm8k")
-needs_gsm8k = pytest.mark.skipif(not os.path.isdir(GSM8K), reason="../shared/data/gsm8k is absent")
-
 
 def test_registry_is_what_the_config_allows():
     assert [get_task(name).name for name in TASKS] == list(TASKS)
@@ -22,16 +18,6 @@ def test_registry_is_what_the_config_allows():
         get_task("gsm9k")
     with pytest.raises(ConfigError, match="task arithmetic generates its own problems"):
         TaskSettings("arithmetic", "/data").check()
-
-
-@needs_gsm8k
-def test_gsm8k_is_the_published_data():
-    task = get_task("gsm8k", GSM8K)
-    assert (task.size("train"), task.size("eval")) == (7473, 1319)
-    prompt, columns = task.problem("eval", 1318)
-    assert prompt.startswith("[MATH_TASK] Problem:\nHenry and 3 of his friends order 7 pizzas")
-    assert prompt.endswith("\n\nSolution:")
-    assert columns["answer"].endswith("#### 14")
 
 
 def test_rows_become_prompts_or_a_users_messages(tmp_path):
@@ -47,6 +33,10 @@ def test_rows_become_prompts_or_a_users_messages(tmp_path):
     user = [{"role": "user", "content": ask}]
     found = get_task("math", str(tmp_path), chat=True).problem("eval", 0)
     assert found == (user, {**answer, "prompt": user})
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text('{"question": "1+1?", "answer": "2\\n#### 2"}\n')
+    prompt, columns = get_task("gsm8k", str(tmp_path)).problem("eval", 0)
+    assert (prompt, columns["answer"]) == ("[MATH_TASK] Problem:\n1+1?\n\nSolution:", "2\n#### 2")
 
 
 def test_problems_of_math_500_are_never_trained_on(monkeypatch):
