@@ -199,7 +199,7 @@ TEST_LIMITS = {
     ("serving",): 1049,
     ("remote",): 692,
     ("run",): 1134,  # what a config.json alone means; the start model of resumed runs
-    OTHERS: 2095,
+    OTHERS: 2080,
     ("",): 1721,  # with padded responses, which were a part of the package
 }
 
