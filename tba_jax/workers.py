@@ -136,7 +136,7 @@ class _Worker(asyncio.Protocol):
         self.answers = {_STARTED: self.started}
         self.failure: tuple[str, str, int] | None = None
         self._transport: Any = None
-        self._received = b""  # the beginning of an answer
+        self._received = bytearray()  # the beginning of an answer
         name = f"{pool.kind}-{socket.gethostname()}-{os.getpid()}-{self.number}.log"
         self._log = pool.logs and pool.logs / name
         if self._log:
@@ -158,7 +158,8 @@ class _Worker(asyncio.Protocol):
         self._transport = transport
 
     def data_received(self, data: bytes) -> None:
-        *lines, self._received = (self._received + data).split(b"\n")
+        self._received += data
+        *lines, self._received = self._received.split(b"\n") if b"\n" in data else [self._received]
         for number, answer in map(json.loads, lines):
             self.free_s = time.monotonic()
             if number in self.answers:
@@ -213,15 +214,9 @@ class Job:
         self._since_s = time.monotonic()
 
     async def ask(self, message: Any, timeout_s: float, doing: str) -> Any:
-        """Send a message and return its answer.
+        """Send a message, which can be pickled, and return its answer, or raise WorkerFailed.
 
-        Args:
-            message: any object that can be pickled.
-            timeout_s: the deadline.
-            doing: subject for the text of a failure, as in "reset took longer than 2 s".
-
-        Raises:
-            WorkerFailed: there is no answer.
+        `doing` is the subject in the text of a failure, as in "reset took longer than 2 s".
         """
         worker = self._worker = self._worker or self._pool.take(self._number)
         if not worker.started.done():
@@ -328,6 +323,11 @@ class WorkerPool:
         self._is_closed = True
         for worker in list(self.workers):
             worker.end("closed", f"the {self.kind} workers were closed")
+
+
+def most_wait_s(timeout_s: float) -> float:
+    """Return the seconds after which each message with this deadline is answered or has failed."""
+    return START_TIMEOUT_S + (MOST_DEADLINES + 1) * timeout_s
 
 
 @functools.cache

@@ -30,7 +30,7 @@ from typing import Any
 
 from tba_jax.rewards.scores import NONE, Completion, RewardFailure, RewardSource, Score
 from tba_jax.settings import GIVEN, import_file
-from tba_jax.workers import Handler, Reply, WorkerFailed, WorkerPool, loop_of
+from tba_jax.workers import Handler, Reply, WorkerFailed, WorkerPool, loop_of, most_wait_s
 
 _TRIAL_S = 10.0  # for the trial on one row; the run itself shows whether a function hangs
 _CALL_ITEMS = 16  # responses in a call of several prompts that have one response each
@@ -153,21 +153,14 @@ class RewardPool(RewardSource):
     """A reward function in processes, which serve all searchers.
 
     Starting takes no time here: a process imports the function and tries it in the background.
-
-    Attributes:
-        function: its name. A module may lie in the working directory.
-        timeout_s: seconds that a call may take.
-        row: prompt text and columns for a trial with the answer, see `check`; None: no trial.
-        num_workers: maximum number of processes; 0: the function is called in this process.
-        logs: folder of the log files; None: the processes write to the output of this process.
     """
 
-    function: str
+    function: str  # its name; a module may lie in the working directory
     _: dataclasses.KW_ONLY
-    timeout_s: float
-    row: tuple[str, Mapping[str, Any]] | None = None
-    num_workers: int = 1
-    logs: Path | None = None
+    timeout_s: float  # seconds that a call may take
+    row: tuple[str, Mapping[str, Any]] | None = None  # prompt text and columns for a trial
+    num_workers: int = 1  # maximum number of processes; 0: the function is called in this process
+    logs: Path | None = None  # folder of the log files; None: the output of this process
 
     def __post_init__(self) -> None:
         of_pool = ("reward", make_handler, (self.function,))
@@ -181,8 +174,12 @@ class RewardPool(RewardSource):
         self._trial = self._workers.run(self._call(*trial)) if self.row else None
 
     def check(self) -> None:
-        """Wait until a worker has tried the function on the row; a late trial does not fail."""
-        score = self._trial.result()[0] if self._trial else Score(0.0)
+        """Raise ValueError if the function fails on the row, or does not return for very long."""
+        limit_s = most_wait_s(self.timeout_s)
+        try:
+            score = self._trial.result(limit_s)[0] if self._trial else Score(0.0)
+        except TimeoutError:  # only a function in this process, which has no deadline
+            score = Score(None, _CRASH, f"it has not returned for {limit_s:g} s")
         if score.reason in (_ERROR, _CRASH):
             about_chats = "" if isinstance(self._offered["completions"], str) else _CHATS
             raise ValueError(

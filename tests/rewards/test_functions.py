@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from tba_jax.config.schema import make_config
+from tba_jax.rewards import functions
 from tba_jax.rewards.functions import RewardPool, make_handler
 from tba_jax.rewards.kinds import make_rewards
 from tba_jax.rewards.scores import Completion, Score
@@ -51,6 +52,9 @@ def logs(completions, log_metric):
 
 def sometimes(completions, **kwargs):
     return [None if c.startswith("skip") else 1.0 for c in completions]
+
+async def hangs(completions):
+    await asyncio.sleep(1000)
 
 def never(completions, **kwargs):
     return [None] * len(completions)
@@ -150,6 +154,13 @@ def test_a_file_hides_no_module_of_that_name(path):
 def test_what_cannot_be_used_is_said_at_the_start(path, function, message):
     name = function.format(path=path, folder=os.path.dirname(path))
     with here(name, row=("", {"answer": ""})) as pool, pytest.raises(ValueError, match=message):
+        pool.check()
+
+
+def test_a_function_that_never_returns_is_named_at_the_start(path, monkeypatch):
+    monkeypatch.setattr(functions, "most_wait_s", lambda timeout_s: 0.5)
+    name = f"{path}:hangs"
+    with here(name, row=("", {})) as pool, pytest.raises(ValueError, match="not returned for 0.5"):
         pool.check()
 
 
