@@ -169,8 +169,8 @@ LIMITS = {
     "run": 3038,
     "planning": 2300,
     "tasks": 1312,
-    "environments": 1278,
-    "serving": 1233,
+    "environments": 1227,
+    "serving": 1186,
     "rewards": 1433,
     "workers.py": 338,
 }
@@ -191,7 +191,7 @@ TEST_LIMITS = {
     ("replay",): 590,
     ("search", "evaluation"): 818,
     ("chaos",): 355,
-    ("rewards", "environments"): 2044,
+    ("rewards", "environments"): 2067,
     ("integration",): 886,  # with the restart of a fleet, which was a test of run
     ("planning",): 588,
     ("report", "commands"): 1046,

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Users' environments in a worker, each as a coroutine of an episode: `run(turn, row)` -> reward.
+"""Users' environments in a worker: an adapter has the coroutine of an episode.
 
-`await turn(added)` gives the policy a text, or messages for a chat, and returns (text, tool calls)
-of its next turn; None if the episode has reached a limit. Agents and coroutines of users run
-concurrently; other calls of a worker run one after another. This module does not import JAX; it
-imports transformers only to describe tools.
+The coroutine calls `await turn(added)` with a text, or with messages for a chat. It receives the
+text and the tool calls of the policy's next turn, or None if the episode has reached a limit.
+Coroutines of users and agents run concurrently; a worker runs other calls one after another. This
+module imports no JAX, and transformers only to describe tools.
 
 Invariant: every message gets an answer, or the process ends.
 """
@@ -32,10 +32,8 @@ from tba_jax.rewards.functions import accepted, as_number, imported
 from tba_jax.serving.failures import Failure
 from tba_jax.workers import Handler, Reply
 
-BASE_URL = "base_url"
-"""First argument of an agent, and name of the row's column that has its value."""
-ERROR = "error: "
-"""Start of the result of a failed tool call."""
+BASE_URL = "base_url"  # first argument of an agent, and column of the row with its value
+ERROR = "error: "  # start of the result of a failed tool call
 _THREADS = ThreadPoolExecutor(1024, "agent")  # more than the episodes of a worker
 
 Turn = Callable[[Any], Awaitable[Any]]
@@ -43,28 +41,17 @@ Row = Mapping[str, Any]
 
 
 class Adapter(NamedTuple):
-    """An environment, which plays one episode after another.
+    """An environment, which plays one episode after another."""
 
-    Attributes:
-        run: coroutine function (turn, row) -> reward of the episode: a number, or None.
-        tools: functions that the policy may call.
-        has_reward: whether `run` returns rewards.
-        is_agent: whether `run` requests its turns over HTTP, at the row's `BASE_URL`.
-        first_token_only: whether `run` writes the prompt, all but its first token.
-    """
-
-    run: Callable[[Turn, Row], Awaitable[Any]]
-    tools: Sequence[Callable[..., Any]] = ()
-    has_reward: bool = True
-    is_agent: bool = False
-    first_token_only: bool = False
+    run: Callable[[Turn, Row], Awaitable[Any]]  # returns the reward of an episode: a number or None
+    tools: Sequence[Callable[..., Any]] = ()  # functions that the policy may call
+    has_reward: bool = True  # whether `run` returns rewards
+    is_agent: bool = False  # whether `run` requests its turns over HTTP, at the row's `BASE_URL`
+    first_token_only: bool = False  # whether `run` writes the prompt, except its first token
 
 
 def _tools(environment: Any, functions: Sequence[Callable[..., Any]] = ()) -> Adapter:
-    """Return the adapter of an object as TRL's `environment_factory` makes it, or of functions.
-
-    Raises TypeError if two tools have one name.
-    """
+    """Return the adapter of an object for TRL's `environment_factory`, or of tool functions."""
     methods = inspect.getmembers(environment, inspect.ismethod)
     own = [tool for name, tool in methods if name[0] != "_" and name not in ("reset", "get_reward")]
     found: list[Callable[..., Any]] = [*own, *functions]
@@ -111,9 +98,9 @@ def _steps(environment: Any) -> Adapter:
 
 
 async def _sum_of_rewards(turn: Turn, added: Any, step: Callable[[str], Any]) -> float | None:
-    """Give turns to `step` until it is done, and return the sum of its rewards.
+    """Call `step` with the text of each turn until it is done; return the sum of its rewards.
 
-    It returns (observation, reward, done, ...); an observation is a text or None.
+    `step` returns (observation, reward, done, ...); the observation is a text or None.
     """
     is_chat, rewards = isinstance(added, list), list[float | None]()
     answer = await turn(added)
@@ -128,7 +115,7 @@ async def _sum_of_rewards(turn: Turn, added: Any, step: Callable[[str], Any]) ->
 
 
 def _agent(function: Callable[[str, Row], Any]) -> Adapter:
-    """Return the adapter of `function(base_url, row)`; it has a thread unless it is a coroutine."""
+    """Return the adapter of `function(base_url, row)`, called in a thread unless it is async."""
 
     async def run(turn: Turn, row: Row) -> Any:
         own = {name: value for name, value in row.items() if name != BASE_URL}
@@ -148,8 +135,8 @@ def _taskset(name: str) -> Adapter:
     if not process.stdout or not process.stdout.readline():
         raise TypeError(f"verifiers cannot load the taskset {name}; the log has its reason")
 
-    def end_with_it() -> None:  # a later job starts another worker, and with it the process
-        process.communicate()  # reads what it prints, or a full pipe would stop it
+    def end_with_it() -> None:  # a later job starts another worker with another process
+        process.communicate()  # reads its output, because a full pipe would stop it
         os._exit(1)
 
     threading.Thread(target=end_with_it, daemon=True).start()
@@ -169,7 +156,7 @@ def _taskset(name: str) -> Adapter:
 def _openenv(url: str) -> Adapter:
     """Return the adapter of an OpenEnv server; an episode is a session of its WebSocket.
 
-    A turn is the action's text, or the whole action as JSON unless it has exactly one text.
+    A turn is the text of the action, or JSON of an action that has not exactly one text.
     """
     try:
         client = importlib.import_module("websockets.asyncio.client")
@@ -205,7 +192,7 @@ def _openenv(url: str) -> Adapter:
 
 
 def _continued(prompt: Any, text: str) -> Any:
-    """Return a prompt, which is a text or messages, with a text at its end."""
+    """Return a prompt, a text or messages, with another text at its end."""
     if isinstance(prompt, str):
         return prompt + text
     *before, last = prompt
@@ -239,9 +226,9 @@ def _number(value: Any) -> float | None:
 def load(name: str) -> Callable[[], Adapter]:
     """Return a function that makes an environment.
 
-    `name` is package.module:NAME or path/to/file.py:NAME of a class, or of an agent function; or
-    names of tool functions, separated by commas; or verifiers:TASKSET or openenv:URL. Raises
-    AttributeError or TypeError for others; an import or a server may raise any exception.
+    `name` is package.module:NAME or path/to/file.py:NAME of a class or an agent function; names of
+    tool functions, separated by commas; verifiers:TASKSET; or openenv:URL. Raises AttributeError or
+    TypeError for others. An import or a server may raise any exception.
     """
     for kind, make in (("verifiers:", _taskset), ("openenv:", _openenv)):
         if name.startswith(kind):
@@ -266,11 +253,8 @@ def load(name: str) -> Callable[[], Adapter]:
 
 
 def make_handler(name: str) -> Handler:
-    """Return the handler of a worker; it reuses objects of the class, one for each open episode.
-
-    The first message of a job is ("describe", {}) or ("begin", row).
-    """
-    free: list[Adapter] = []
+    """Return the handler of a worker; a job begins with ("describe", {}) or ("begin", row)."""
+    free: list[Adapter] = []  # without an episode
     with contextlib.suppress(BaseException):  # the answer to the first message has the reason
         load(name)  # now, because the start of a worker has a longer deadline than a message
 

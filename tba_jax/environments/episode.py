@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One episode with its environment: a coroutine on the loop of the environments' pool.
+"""One episode with its environment, as a coroutine on the loop of the environments' pool.
 
-The text or tool results of a class become the prompt of the policy's next turn. An `Agent` is a
-program with an OpenAI client, whose requests go to its own base URL. Sampled tokens are never
-encoded again: a prompt begins with all tokens of an earlier turn of its path, or it begins a new
-path: the episode forks.
+Text or tool results from the environment become the prompt of the policy's next turn. An `Agent` is
+a program with an OpenAI client, which sends its requests to the base URL of its episode. A prompt
+that begins with all tokens of an earlier turn continues the path of that turn. Any other prompt
+begins a new path: the episode forks.
 
-Invariants: a failure of the user's code has a name and gives no reward. Every token that is not an
-observation has the log-prob of the distribution it was sampled from. A request that is open when
-its episode ends receives an error.
+Invariants: no sampled token is encoded again. A failure of the user's code has a name and no
+reward. Each sampled token has its log-prob under the distribution that it was sampled from. A
+request that is open when its episode ends receives an error.
 """
 
 import asyncio
@@ -33,63 +33,51 @@ from tba_jax.serving.failures import Failure
 from tba_jax.serving.protocol import ApiError, Call, Kind, Update, parse
 from tba_jax.workers import WorkerFailed
 
-# Folded into the key of a sample with the number of a turn. Larger than the number of any token.
+# Added to the number of a turn in the turn's key. Larger than the number of any token.
 _TURNS = 2**30
+_TEMPLATE = "environment_template"  # the chat format cannot express or read a message
 
 
 class Episode(NamedTuple):
     """A finished episode as host arrays, with t tokens after the prompt.
 
-    Fields without a description are those of `decoding.requests.Response`.
-
-    Attributes:
-        tokens: int32 [t], sampled tokens and observations.
-        token_logprobs: float32 [t], log-probs under the sampling distribution; 0 at observations.
-        is_sampled: bool [t], False at observations; None: the policy sampled every token.
-        finish: reason of the end.
-        verdict: reward of the environment, or the reason for a missing one; None: it gives none.
-        environment_s: seconds that the episode waited for its environment; None without one.
-        path_lengths: as in `Trajectory`.
-        num_failed_calls: number of tool calls that could not be parsed or executed, or that failed.
+    Fields without a comment are those of `decoding.requests.Response`.
     """
 
     request: int
     sample: int
-    tokens: np.ndarray
-    token_logprobs: np.ndarray
-    is_sampled: np.ndarray | None
+    tokens: np.ndarray  # int32 [t], sampled tokens and observations
+    token_logprobs: np.ndarray  # float32 [t], as sampled; 0 at observations
+    is_sampled: np.ndarray | None  # bool [t], False at observations; None: all were sampled
     finish: FinishReason
     version_min: int
     version_max: int
     temperature: float
-    verdict: Score | None = None
-    environment_s: float | None = None
-    path_lengths: tuple[int, ...] = ()
-    num_failed_calls: int = 0
+    verdict: Score | None = None  # of the environment; None: it gives no rewards
+    environment_s: float | None = None  # seconds of waiting for the environment; None without one
+    path_lengths: tuple[int, ...] = ()  # as in `Trajectory`
+    num_failed_calls: int = 0  # tool calls that could not be parsed or executed, or that failed
 
     @property
     def has_eos(self) -> bool:
-        """Return whether the episode ended by itself, before a limit."""
         return self.finish in ("eos", "done")
 
     @property
     def paths(self) -> list[slice]:
-        """Return the range of tokens of each path."""
         return paths_of(len(self.tokens), self.path_lengths)
 
     @property
     def graded_tokens(self) -> np.ndarray:
-        """Return the tokens that reward functions grade: all from the first sampled token."""
+        """Return the tokens that reward functions grade: all from the first sampled one."""
         return self.tokens[0 if self.is_sampled is None else int(self.is_sampled.argmax()) :]
 
     @property
     def num_sampled(self) -> int:
-        """Return the number of tokens that the policy sampled."""
         return len(self.tokens) if self.is_sampled is None else int(self.is_sampled.sum())
 
 
 class Attempt(NamedTuple):
-    """What an episode begins with; fields as of `Episode` and `Session.submit`."""
+    """Input of an episode; fields as of `Episode` and `Session.submit`."""
 
     request: int
     sample: int
@@ -99,20 +87,20 @@ class Attempt(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """A turn that an episode awaits; `prompt` is int32 [s], and `response` may be a `Failure`."""
+    """Request for one turn of an episode."""
 
     attempt: Attempt
-    prompt: np.ndarray
+    prompt: np.ndarray  # int32 [s], all tokens before the turn
     key: np.ndarray
     settings: SamplingSettings
-    response: Future[Response]
+    response: Future[Response]  # the turn, or a `Failure` as the exception
 
 
 _COLUMNS = np.dtype([("id", np.int32), ("logprob", np.float32), ("is_sampled", bool)])
 
 
 def _table(ids: Any, logprob: Any = 0.0, is_sampled: bool = False) -> np.ndarray:
-    """Return tokens as a structured array [s], with the columns `_COLUMNS` of `Episode`."""
+    """Return tokens as an array [s] with the columns `_COLUMNS`."""
     table = np.empty(len(ids), _COLUMNS)
     table["id"], table["logprob"], table["is_sampled"] = ids, logprob, is_sampled
     return table
@@ -120,21 +108,15 @@ def _table(ids: Any, logprob: Any = 0.0, is_sampled: bool = False) -> np.ndarray
 
 @dataclasses.dataclass(eq=False)
 class Path:
-    """One path of an episode.
+    """One path of an episode."""
 
-    Attributes:
-        tokens: all tokens as of `_table`, with those of the task's prompt.
-        prompt: int32 [s], the tokens before the newest turn.
-        messages: of a chat, with the answer of the newest turn.
-    """
-
-    tokens: np.ndarray
-    prompt: np.ndarray
-    messages: Messages = ()
+    tokens: np.ndarray  # result of `_table` [s], all tokens with those of the task's prompt
+    prompt: np.ndarray  # int32 [s], all tokens before the newest turn
+    messages: Messages = ()  # of a chat, with the message of the newest turn
 
 
 class Environment:
-    """An episode of an `EnvironmentPool`, whose worker has an adapter of the environment."""
+    """An episode of an `EnvironmentPool`, with an adapter in a worker; `sample` takes its turns."""
 
     def __init__(self, pool: Any, attempt: Attempt, sample: Callable[[Turn], Any]) -> None:
         self.pool, self.attempt, self._sample = pool, attempt, sample
@@ -143,10 +125,10 @@ class Environment:
         self.paths: list[Path] = []
         self._turns: list[Response] = []
         self._num_failed_calls, self._sampling_s = 0, 0.0
-        self._messages: list[Mapping[str, Any]] = []  # of a chat whose environment is no agent
+        self._messages: list[Mapping[str, Any]] = []  # of a chat that is not an agent's
 
     async def run(self) -> Episode:
-        """Run the episode; a failure is printed and named, a closed pool raises WorkerFailed."""
+        """Run the episode. A failure becomes its verdict; a closed pool raises WorkerFailed."""
         start_s, attempt, verdict = time.monotonic(), self.attempt, None
         self.job = self.pool.workers.open()
         try:
@@ -187,14 +169,14 @@ class Environment:
             try:
                 message = await self._answer_to(answer["added"])
             except ValueError as error:
-                raise Failure("environment_template", str(error)) from error
+                raise Failure(_TEMPLATE, str(error)) from error
             answer = await self.ask(message, "the reward" if message is None else "a turn")
         return answer["reward"]
 
     async def _answer_to(self, added: str | Messages) -> tuple[str, Any] | None:
-        """Return text and tool calls of the turn after a text, or after new messages of a chat.
+        """Sample a turn, and return its text and tool calls; None if a limit has cut it.
 
-        None at a limit: an environment receives no turn that the limit of tokens has cut.
+        `added` is the text, or the new messages of a chat, before the turn.
         """
         served, start, chat = self.pool.served, self.attempt.prompt.tokens, Chat(())
         is_prompt = self.pool.first_token_only and not self._turns  # else it follows the task's
@@ -222,7 +204,7 @@ class Environment:
         return text, calls if chat.tools else ()
 
     async def ask(self, message: Any, doing: str) -> dict[str, Any]:
-        """Return the worker's answer to a message; `doing` names the call."""
+        """Return the worker's answer to a message; `doing` names the call in a failure's text."""
         try:
             answer = await self.job.ask(message, self.pool.timeout_s, doing)
         except WorkerFailed as error:
@@ -238,10 +220,10 @@ class Environment:
     async def turn(
         self, chat: Chat, prompt: np.ndarray | None, call: Call | None = None
     ) -> tuple[Path, Response | None]:
-        """Sample a turn; return its path, and None if the episode has reached a limit.
+        """Sample a turn; return its path and the turn, or None if the episode reached a limit.
 
         Args:
-            chat: all messages before the turn; none if the turn has only a prompt.
+            chat: all messages before the turn; no messages if the turn has only a prompt.
             prompt: int32 [s], all tokens before the turn; None: those of the chat.
             call: request of an agent, with a maximum number of tokens and texts that end the turn.
 
@@ -259,8 +241,8 @@ class Environment:
             text += f"{start[:4].tolist()}: use chat messages or plain text in both"
             raise Failure("environment_first_token", text)
         observed = _table(prompt[len(path.tokens) :])
-        lengths = [len(prompt), *(len(x.tokens) for x in self.paths if x is not path)]
-        room = settings.max_new_tokens - sum(lengths) + len(lengths) * len(start)
+        used = [prompt, *(x.tokens for x in self.paths if x is not path)]
+        room = settings.max_new_tokens - sum(len(tokens) - len(start) for tokens in used)
         if room <= 0:
             self.limit = "length"
             return path, None
@@ -276,8 +258,8 @@ class Environment:
         y = await asyncio.wrap_future(turn.response)
         self._sampling_s += time.monotonic() - begun_s
         sampled = _table(y.tokens, y.token_logprobs, True)
-        tokens = np.concatenate([path.tokens, observed, sampled])
-        path.tokens, path.prompt, path.messages = tokens, prompt, ()  # the caller knows a chat
+        path.tokens = np.concatenate([path.tokens, observed, sampled])
+        path.prompt, path.messages = prompt, ()  # the caller of a chat sets its messages
         if path not in self.paths:
             self.paths.append(path)
         self._turns.append(y)
@@ -286,7 +268,10 @@ class Environment:
         return path, y
 
     def _continued(self, chat: Chat, prompt: Any, call: Call | None) -> tuple[Path, np.ndarray]:
-        """Return the newest path that a request continues, or a new path, and all its tokens."""
+        """Return the path of a turn and all tokens before the turn; arguments as of `turn`.
+
+        The path is the newest that the turn continues, or a new one.
+        """
         served, start = self.pool.served, self.attempt.prompt.tokens
         for path in reversed(self.paths):
             before, found = path.tokens["id"], None
@@ -308,7 +293,7 @@ class Agent(Environment):
     _open: asyncio.Task[Any] | None = None  # the request that holds `_free`
 
     async def play(self) -> float | None:
-        self.id = secrets.token_hex(16)  # part of its base URL
+        self.id = secrets.token_hex(16)  # part of the base URL
         self._free, self._failed = asyncio.Lock(), asyncio.Future[Failure]()
         self.pool.agents[self.id] = self
         begin = ("begin", {**self.row, BASE_URL: f"{self.pool.url}/{self.id}/v1"})
@@ -324,7 +309,7 @@ class Agent(Environment):
                 each.cancel()
 
     async def request(self, kind: Kind, body: Mapping[str, Any]) -> tuple[Call, Update]:
-        """Return the call of a request for one turn, and the turn, or raise ApiError."""
+        """Return the call of a request and its turn, or raise ApiError."""
         async with self._free:
             if self._failed.done() or self.id not in self.pool.agents:
                 raise ApiError("this episode has ended", code="episode_ended")
@@ -332,9 +317,18 @@ class Agent(Environment):
             self.job.suspend_deadline()
             try:
                 path, y = await self.turn(call.chat, call.prompt, call)
-            except Failure as error:
-                self._failed.set_result(error)
-                raise ApiError(str(error)) from error
+                if y is None:
+                    limits = "search.max_turns or search.max_new_tokens"
+                    raise ApiError(f"this episode has reached {limits}", code="episode_ended")
+                call = dataclasses.replace(call, prompt=path.prompt)
+                update = Update(y.tokens, y.token_logprobs, "stop" if y.has_eos else "length")
+                if kind == "chat":
+                    path.messages = [*call.chat.messages, call.message(update)]
+                return call, update
+            except (Failure, ValueError) as error:
+                is_named = isinstance(error, Failure)
+                self._failed.set_result(error if is_named else Failure(_TEMPLATE, str(error)))
+                raise ApiError(str(error), code="episode_ended") from error
             except asyncio.CancelledError:
                 if self.id not in self.pool.agents:
                     raise ApiError("this episode has ended", code="episode_ended") from None
@@ -344,14 +338,6 @@ class Agent(Environment):
             finally:
                 self._open = None
                 self.job.restart_deadline()
-            if y is None:
-                limits = "search.max_turns or search.max_new_tokens"
-                raise ApiError(f"this episode has reached {limits}", code="episode_ended")
-            call = dataclasses.replace(call, prompt=path.prompt)
-            update = Update(y.tokens, y.token_logprobs, "stop" if y.has_eos else "length")
-            if kind == "chat":
-                path.messages = [*call.chat.messages, call.message(update)]
-            return call, update
 
 
 def continues(messages: Messages, history: Messages) -> bool:

@@ -4,9 +4,9 @@
 A turn is a request with one sample. When a turn ends, its slot becomes free and the environment
 receives the turn. Caches of waiting conversations are kept while there is room.
 
-Invariants: sampled tokens depend on prompt, key, turn and observations. The time of observations
-changes only the rounding of log-probs. In `run` the order of all requests is fixed, too. A call
-that hangs or ends its process costs the episodes of its worker (`environment_lost`) and no other.
+Invariants: sampled tokens depend on prompt, key, turn and observations only; the time of an
+observation changes the rounding of log-probs, and in `run` nothing. A call that hangs, or ends its
+process, costs the episodes of its worker (`environment_lost`) and no other.
 """
 
 import asyncio
@@ -29,39 +29,28 @@ from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.transformer import Params
 from tba_jax.remote.http_server import HttpServer, bind
 from tba_jax.serving.failures import Failure, FailureLines
-from tba_jax.serving.protocol import ApiError, Call, Kind, Served
-from tba_jax.serving.server import Scope, Updates, make_application
+from tba_jax.serving.protocol import ApiError, Kind, Served
+from tba_jax.serving.server import Sample, Updates, make_application
 from tba_jax.serving.vllm import InferenceServer, ServerSession
-from tba_jax.workers import WorkerFailed, WorkerPool
+from tba_jax.workers import WorkerFailed, WorkerPool, most_wait_s
 
-DEFAULT_WORKERS = 4
-"""Number of workers; episodes share them."""
-MOST_EPISODES = 128
-"""Maximum number of concurrent episodes of a session."""
+DEFAULT_WORKERS = 4  # which the episodes share
+_MOST_EPISODES = 128  # unfinished episodes of a session
 
 Sessions = Decoder | InferenceServer
-"""Source of decode sessions."""
 
 
 @dataclasses.dataclass(eq=False)
 class EnvironmentPool:
-    """Thread-safe pool of environments; for agents also the server of their requests.
+    """Thread-safe pool of environments, with the HTTP server of agents' requests."""
 
-    Attributes:
-        name: as in `adapters.load`.
-        served: the policy, with the sampling settings of the run.
-        max_turns: maximum number of the policy's turns in an episode.
-        timeout_s: deadline of a call in seconds, and of an agent between two turns.
-        num_workers, logs: as of `WorkerPool`.
-    """
-
-    name: str
-    served: Served
+    name: str  # as in `adapters.load`
+    served: Served  # the policy, with the sampling settings of the run
     _: dataclasses.KW_ONLY
-    max_turns: int
-    timeout_s: float
+    max_turns: int  # maximum number of the policy's turns in an episode
+    timeout_s: float  # deadline of a call in seconds, and of an agent between two turns
     num_workers: int = DEFAULT_WORKERS
-    logs: Path | None = None
+    logs: Path | None = None  # as of `WorkerPool`
 
     def __post_init__(self) -> None:
         options: Any = {"num_workers": self.num_workers, "logs": self.logs}
@@ -92,16 +81,13 @@ class EnvironmentPool:
         if self.schemas:  # describing tools has imported transformers there
             self.workers.run(self.workers.end_idle())
         if self.is_agent:
-            application = make_application(self._scope, self.served, prefix="/{episode}")
+            application = make_application(self._sample, self.served, prefix="/{episode}")
             self._server = HttpServer(application, "agent-server", bind("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{self._server.port}"
         self._is_checked = True
 
     def start(self, attempt: Attempt, sample: Callable[[Turn], Any]) -> Future[Episode]:
-        """Begin an episode, whose turns `sample` receives on the loop of the pool.
-
-        The result of the future is `WorkerFailed` after `close`.
-        """
+        """Begin an episode; `sample` takes its turns on the pool's loop. `close` cancels it."""
         episode = (Agent if self.is_agent else Environment)(self, attempt, sample)
         return self.workers.run(episode.run())
 
@@ -111,27 +97,23 @@ class EnvironmentPool:
         if self._server is not None:
             self._server.close()
 
-    def _scope(self, episode: str) -> Scope:
-        """Return the scope of an agent's requests, or raise ApiError if its episode has ended."""
+    def _sample(self, episode: str) -> Sample:
+        """Return the function that samples the turns of an agent, by the ID of its episode."""
         if (agent := self.agents.get(episode)) is None:
             text = "there is no such episode: it has ended, or the base URL is not the agent's own"
             raise ApiError(text, status=404, code="episode_ended")
 
-        async def scope(kind: Kind, body: Mapping[str, Any]) -> tuple[Call, Updates]:
+        async def sample(kind: Kind, body: Mapping[str, Any]) -> Updates:
             call, turn = await asyncio.wrap_future(self.workers.run(agent.request(kind, body)))
+            yield call, 0, turn
 
-            async def updates() -> Updates:
-                yield 0, turn
-
-            return call, updates()
-
-        return scope
+        return sample
 
 
 class EpisodeSession:
     """Session of episodes in the slots of a decode session; one thread calls it.
 
-    Without environments, episodes have one turn. Methods and properties without a description are
+    Without environments, an episode has one turn. Methods and properties without a description are
     those of `decoding.engine.Session`.
     """
 
@@ -139,11 +121,12 @@ class EpisodeSession:
         self, session: Session | ServerSession, environments: EnvironmentPool | None = None
     ) -> None:
         self._session, self._environments = session, environments
-        self._most = min(2 * session.num_slots, MOST_EPISODES)
+        self._most = min(2 * session.num_slots, _MOST_EPISODES)
+        self._limit_s = most_wait_s(environments.timeout_s) if environments else 0.0
         self._numbers = itertools.count()
         self._queued = collections.deque[Attempt]()
         self._open = set[tuple[int, int]]()  # request and sample of unfinished episodes
-        # Turns, and ends of episodes with their done futures.
+        # Turns that episodes request, and the futures of ended episodes.
         self._arrived = queue.SimpleQueue[Turn | tuple[Attempt, Future[Episode]]]()
         self._sampled = dict[int, Turn]()  # by the decode session's number of the request
         self._ended: list[Episode] = []
@@ -162,14 +145,13 @@ class EpisodeSession:
 
     @property
     def room(self) -> int:
-        """Return the number of free slots minus queued episodes; negative if more are queued."""
         if self._environments is None:
             return self._session.room
         return min(self._session.room, self._most - len(self._open)) - len(self._queued)
 
     @property
     def is_waiting(self) -> bool:
-        """Send requests to environments; return whether sampling must wait for answers."""
+        """Take in turns; return whether there is none to sample until an environment answers."""
         self._receive()
         return self._environments is not None and self._session.is_idle and not self._ended
 
@@ -179,7 +161,7 @@ class EpisodeSession:
     def submit(
         self, prompt: Prompt, keys: np.ndarray, settings: SamplingSettings, temperatures: np.ndarray
     ) -> int:
-        """Queue episodes of one prompt, whose `max_new_tokens` includes observations."""
+        """Queue episodes of one prompt; `max_new_tokens` limits their observations, too."""
         if self._environments is None:
             return self._session.submit(prompt.tokens, keys, settings, temperatures)
         if self._environments.first_token_only:
@@ -191,14 +173,14 @@ class EpisodeSession:
         return index
 
     def step(self) -> list[Episode]:
-        """Continue answered episodes, run one chunk, and return the finished episodes."""
+        """Take in turns, run one chunk, and return the finished episodes."""
         self._receive()
         return self._finished(self._session.step())
 
     def run(self) -> Iterator[Episode]:
-        """Yield all episodes; wait for every answer, so that their order depends on no duration.
+        """Yield all episodes; wait for all answers before sampling, so that no duration matters.
 
-        Raises RuntimeError if the environments were closed.
+        Raises RuntimeError if the environments were closed, or do not answer.
         """
         while not self.is_idle:
             self._receive(waits=True)
@@ -216,13 +198,18 @@ class EpisodeSession:
         return ended
 
     def _receive(self, *, waits: bool = False) -> None:
-        """Begin episodes, and take in what has arrived; `waits`: until no environment owes a turn.
+        """Begin episodes, and take in turns and ended episodes, in the order of the episodes.
 
-        What arrives together is taken in the order of the episodes.
+        With `waits`, wait until each unfinished episode has a turn to sample.
         """
         self._begin()
         while num := self._num_owed if waits else self._arrived.qsize():
-            arrived = [self._arrived.get() for _ in range(num)]  # jobs of workers have deadlines
+            try:
+                arrived = [self._arrived.get(timeout=self._limit_s) for _ in range(num)]
+            except queue.Empty:
+                text = f"no environment has answered for {self._limit_s:g} s, longer than every "
+                text += "deadline (reward.timeout_s). Run the same command again to continue"
+                raise RuntimeError(text) from None
             for each in sorted(arrived, key=lambda x: x[0][:2]):
                 if isinstance(each, Turn):
                     self._sample(each)
@@ -232,7 +219,7 @@ class EpisodeSession:
 
     @property
     def _num_owed(self) -> int:
-        """Return the number of unfinished episodes of which no turn is being sampled."""
+        """Return the number of unfinished episodes without a turn to sample."""
         return len(self._open.difference(x.attempt[:2] for x in self._sampled.values()))
 
     def _begin(self) -> None:
@@ -243,7 +230,7 @@ class EpisodeSession:
             end.add_done_callback(lambda end, who=attempt: self._arrived.put((who, end)))
 
     def _sample(self, turn: Turn) -> None:
-        """Queue a turn in the decode session, unless the episode has ended meanwhile."""
+        """Queue a turn in the decode session, unless its episode has ended."""
         if not turn.response.set_running_or_notify_cancel():
             return
         temperatures = np.array([turn.settings.temperature], np.float32)

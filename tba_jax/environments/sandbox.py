@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sandbox for Python code that a model wrote: each call has a process, which the kernel confines.
 
-Landlock refuses all files but those of Python, which may be read. A seccomp filter allows a list of
-system calls, without those for sockets, processes, threads, programs and signals. Resource limits
-bound processor time, memory and output; the parent bounds elapsed time. docs/security.md lists what
-the sandbox does not prevent.
-
-Invariant: the code runs only after every restriction is in force.
+Landlock allows reading Python's own files and no other access to files. A seccomp filter allows a
+list of system calls, without those for sockets, processes, threads, programs and signals. Resource
+limits bound processor time, memory and output; the parent bounds elapsed time. docs/security.md
+lists what the sandbox does not prevent. Invariant: no code runs before all restrictions hold.
 """
 
 import ast
@@ -43,13 +41,8 @@ _ALLOWED = """
 def run_python(code: str, *, timeout_s: float, max_memory_bytes: int) -> str:
     """Return what Python code prints, and the value of its last line if that is an expression.
 
-    Args:
-        code: Python code.
-        timeout_s: limit of processor time in seconds; elapsed time may be 5 s longer.
-        max_memory_bytes: limit of the address space.
-
-    Raises:
-        OSError: this machine cannot confine a process.
+    The code may use `timeout_s` seconds of processor time (5 s more of elapsed time) and an address
+    space of `max_memory_bytes`. Raises OSError if this machine cannot confine a process.
     """
     limits = [str(max_memory_bytes), str(max(1, round(timeout_s))), str(os.getpid())]
     with tempfile.TemporaryFile() as output:  # the kernel limits its size
@@ -67,19 +60,19 @@ def run_python(code: str, *, timeout_s: float, max_memory_bytes: int) -> str:
         except subprocess.TimeoutExpired:
             status = -signal.SIGXCPU
         output.seek(0)
-        text, end = output.read().decode(errors="replace"), ""
+        text = output.read().decode(errors="replace")
     if status == _REFUSED:
         raise OSError(text.strip())
-    if status == -signal.SIGXCPU:
-        end = f"error: the code ran longer than {timeout_s:g} s"
-    elif status == -signal.SIGXFSZ:
-        end = f"error: more than {MAX_OUTPUT_BYTES:,} bytes were printed"
-    elif status < 0:
-        end = f"error: the process was ended by {signal.Signals(-status).name}"
-    return text + ("\n" if text and end else "") + end
+    if status >= 0:
+        return text
+    ends = {signal.SIGXCPU: f"the code ran longer than {timeout_s:g} s"}
+    ends[signal.SIGXFSZ] = f"more than {MAX_OUTPUT_BYTES:,} bytes were printed"
+    ended_by = signal.Signals(-status)
+    end = ends.get(ended_by, f"the process was ended by {ended_by.name}")
+    return text + "\n" * bool(text) + f"error: {end}"
 
 
-# The functions below run in the process of the sandbox.
+# --- in the process of the sandbox ---------------------------------------------------------------
 
 
 def _confine(max_memory_bytes: int, cpu_s: int) -> None:
@@ -87,33 +80,30 @@ def _confine(max_memory_bytes: int, cpu_s: int) -> None:
     libc = ctypes.CDLL(None, use_errno=True)
     _checked(libc.prctl(38, 1, 0, 0, 0), "no_new_privs")
     _deny_files(libc)
-    limits = {resource.RLIMIT_FSIZE: MAX_OUTPUT_BYTES, resource.RLIMIT_AS: max_memory_bytes}
-    limits |= {resource.RLIMIT_CORE: 0, resource.RLIMIT_NOFILE: 64}
-    for kind, limit in limits.items():
-        resource.setrlimit(kind, (limit, limit))
+    limits = {"FSIZE": MAX_OUTPUT_BYTES, "AS": max_memory_bytes, "CORE": 0, "NOFILE": 64}
+    for name, limit in limits.items():
+        resource.setrlimit(getattr(resource, f"RLIMIT_{name}"), (limit, limit))
     resource.setrlimit(resource.RLIMIT_CPU, (cpu_s, cpu_s + 1))
     _deny_calls()
 
 
 def _deny_files(libc: ctypes.CDLL) -> None:
     """Refuse all access to files, except reading those of Python (Landlock, Linux 5.13)."""
-    wanted = "Landlock (Linux 5.13 or newer, and enabled in the kernel)"
-    version = _checked(libc.syscall(444, None, ctypes.c_size_t(0), 1), wanted)
+    version = _checked(libc.syscall(444, None, ctypes.c_size_t(0), 1), "Landlock")
     # Rights over files: 13 in version 1; then REFER, TRUNCATE and, in version 5, IOCTL_DEV.
     num_rights = {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)
     rights = ctypes.c_uint64(2**num_rights - 1)
-    rules = _checked(libc.syscall(444, ctypes.byref(rights), ctypes.c_size_t(8), 0), wanted)
+    rules = _checked(libc.syscall(444, ctypes.byref(rights), ctypes.c_size_t(8), 0), "Landlock")
     paths = {*sysconfig.get_paths().values(), sys.base_prefix, sys.prefix}
     paths |= {path for path in sys.path if path.endswith(("site-packages", "dist-packages"))}
     paths |= {"/lib", "/lib64", "/usr/lib", "/usr/lib64", "/usr/share/zoneinfo", "/dev/urandom"}
     for path in filter(os.path.exists, paths):
         opened = os.open(path, os.O_PATH)
-        # READ_FILE, and READ_DIR for a folder.
-        allowed = 2**2 | 2**3 if os.path.isdir(path) else 2**2
+        allowed = 2**2 | 2**3 * os.path.isdir(path)  # READ_FILE, and READ_DIR for a folder
         rule = allowed.to_bytes(8, sys.byteorder) + opened.to_bytes(4, sys.byteorder)
         _checked(libc.syscall(445, rules, 1, rule, 0), f"a Landlock rule for {path}")
         os.close(opened)
-    _checked(libc.syscall(446, rules, 0), wanted)
+    _checked(libc.syscall(446, rules, 0), "Landlock")
     os.close(rules)
 
 
@@ -136,7 +126,10 @@ def _deny_calls() -> None:
 def _checked(result: int, what: str) -> int:
     if result < 0:
         text = os.strerror(ctypes.get_errno() or -result)
-        raise OSError(f"this machine cannot confine a process: no {what} ({text})")
+        raise OSError(
+            f"this machine cannot confine a process: no {what} ({text}). Use Linux 5.13 or newer "
+            "in a container that allows it, or leave out the tool python"
+        )
     return result
 
 
@@ -152,9 +145,8 @@ def _main() -> None:
     except (OSError, ValueError) as error:
         print(error, flush=True)
         os._exit(_REFUSED)
-    # With Python's handlers, the exit status would not show the signal of a limit.
-    signal.signal(signal.SIGXCPU, signal.SIG_DFL)
-    signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    for number in (signal.SIGXCPU, signal.SIGXFSZ):  # the exit status then shows the limit
+        signal.signal(number, signal.SIG_DFL)
     names = {"__name__": "__main__"}
     try:
         body = ast.parse(code, "<code>").body

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Chat formats: messages and tools become prompt tokens, and sampled tokens become messages.
 
-The library `renderers` has formats of models with tool calls. Without the library, the tokenizer's
-chat template formats messages, and tools are refused, because no code here parses tool calls.
-Invariant: sampled tokens are never re-encoded from text.
+The tokenizer's chat template formats messages without tools. Formats with tools are those of the
+library `renderers`, which parses tool calls. Invariant: sampled tokens are never encoded again.
 """
 
 import importlib
@@ -20,23 +19,20 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class Chat(NamedTuple):
-    """Messages, JSON schemas of tools, and variables of the template that override its options."""
+    """The messages before a response of the policy, in the form of OpenAI's chat API."""
 
     messages: Messages
-    tools: Messages = ()
-    variables: Mapping[str, Any] = {}
+    tools: Messages = ()  # JSON schemas of the tools that the policy may call
+    variables: Mapping[str, Any] = {}  # of the chat template; they override its options
 
 
 class ChatFormat:
     """Conversion between chats and tokens by the tokenizer's chat template, without tools.
 
-    All methods raise ValueError if the format cannot express a chat, or read a response.
-
-    Attributes:
-        stop_ids: tokens that end a message, in addition to the model's stop tokens.
+    A method raises ValueError if the format cannot express the chat or read the response.
     """
 
-    stop_ids: tuple[int, ...] = ()
+    stop_ids: tuple[int, ...] = ()  # that end a message, in addition to the model's stop tokens
 
     def __init__(self, tokenizer: Tokenizer, options: Mapping[str, Any] = {}) -> None:
         self._tokenizer, self._options = tokenizer, options
@@ -53,25 +49,22 @@ class ChatFormat:
         return self._tokenizer.encode(text, add_bos=False)
 
     def bridge(self, prompt: np.ndarray, completion: np.ndarray, chat: Chat) -> np.ndarray | None:
-        """Return a prompt that extends a prompt and its completion; None if the format cannot."""
+        """Return the tokens of a chat, if they begin with `prompt` and `completion`; else None."""
         return extended(self._tokenizer, np.concatenate([prompt, completion]), self.prompt(chat))
 
     def read(
         self, tokens: np.ndarray, text: str, prompt: np.ndarray, tools: Messages
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        """Return the message and the tool calls of a response: tokens, int32 [t], with their text.
+        """Return the message and the tool calls of a response: int32 [t] tokens and their text.
 
-        A call has an ID, a name, and arguments or the key "error". The message has only the valid
-        calls.
+        A call has the keys id, name, and arguments or, if it is invalid, error. The message has
+        only the valid calls.
         """
         return {"role": "assistant", "content": text}, []
 
 
 class RendererFormat(ChatFormat):
-    """A format of the library `renderers`, which supports tools.
-
-    Raises ValueError if the library is not installed, or has no format of this name.
-    """
+    """The format with a name in the library `renderers`; raises ValueError without it."""
 
     def __init__(self, tokenizer: Tokenizer, name: str, options: Mapping[str, Any] = {}) -> None:
         super().__init__(tokenizer, options)
@@ -94,16 +87,14 @@ class RendererFormat(ChatFormat):
         config = type(self._config)(**options) if options else self._config
         return self._library.create_renderer(self._tokenizer.library, config)
 
-    def _rendered(self, chat: Chat, method: str, *arguments: Any, **options: Any) -> Any:
-        """Return the result of a method of the library's renderer with the chat's variables."""
-        own, chats = self._options, chat.variables
-        renderer = self._with({**own, **chats}) if chats else self._renderer
-        return getattr(renderer, method)(*arguments, tools=list(chat.tools) or None, **options)
+    def _renderer_of(self, chat: Chat) -> Any:
+        is_own = not chat.variables
+        return self._renderer if is_own else self._with({**self._options, **chat.variables})
 
     def prompt(self, chat: Chat) -> np.ndarray:
-        messages = list(map(dict, chat.messages))
-        ids = self._rendered(chat, "render_ids", messages, add_generation_prompt=True)
-        return np.array(ids, np.int32)
+        messages, tools = list(map(dict, chat.messages)), list(chat.tools) or None
+        render = self._renderer_of(chat).render_ids
+        return np.array(render(messages, tools=tools, add_generation_prompt=True), np.int32)
 
     def bridge(self, prompt: np.ndarray, completion: np.ndarray, chat: Chat) -> np.ndarray | None:
         new = list(map(dict, chat.messages))
@@ -111,7 +102,8 @@ class RendererFormat(ChatFormat):
         if not answers:
             return None
         turns = prompt.tolist(), completion.tolist(), new[answers[-1] + 1 :]
-        found = self._rendered(chat, "bridge_to_next_turn", *turns)
+        bridge = self._renderer_of(chat).bridge_to_next_turn
+        found = bridge(*turns, tools=list(chat.tools) or None)
         whole = np.array([] if found is None else found.token_ids, np.int32)
         before = np.concatenate([prompt, completion])
         return whole if np.array_equal(whole[: len(before)], before) else None
@@ -151,10 +143,10 @@ def make_chat_format(tokenizer: Tokenizer, name: str, options: Mapping[str, Any]
 def extended(
     tokenizer: Tokenizer, before: np.ndarray, whole: np.ndarray, *, skip_special: bool = False
 ) -> np.ndarray | None:
-    """Return tokens that begin with `before`, int32 [s], and have the text of `whole`, int32 [t].
+    """Return tokens with the text of `whole`, int32 [t], that begin with `before`, int32 [s].
 
-    None if the text of `whole` does not begin with that of `before`, special tokens left out of
-    both with `skip_special`.
+    None if the text of `whole` does not begin with the text of `before`. With `skip_special`, the
+    texts are compared without special tokens.
     """
     if np.array_equal(whole[: len(before)], before):
         return whole

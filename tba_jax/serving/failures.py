@@ -18,7 +18,7 @@ class Failure(Exception):
 
 
 class FailureLines:
-    """Counts of failures by name, and lines about a subject on standard error; thread-safe."""
+    """Thread-safe counts of failures by name, and lines about them, which begin with `subject`."""
 
     def __init__(self, subject: str) -> None:
         self._subject, self._lock = subject, threading.Lock()
@@ -26,9 +26,9 @@ class FailureLines:
         self._reported_s: dict[str, float] = {}
 
     def report(self, name: str, text: str, what: str) -> None:
-        """Count a failure and print what happened; failures of one name are printed at intervals.
+        """Count a failure, and print `text`, the count, `what` and `name`.
 
-        `what` has the words between the count and the name in the printed line.
+        Failures with one name are printed at intervals, with their number since the last line.
         """
         with self._lock:
             self._unreported[name] += 1
@@ -38,8 +38,7 @@ class FailureLines:
                 return
             self._reported_s[name] = now
             num = self._unreported.pop(name)
-        text = " ".join(text.split())
-        sys.stderr.write(f"{self._subject}: {text}; {num} {what} {name}\n")
+        sys.stderr.write(f"{self._subject}: {' '.join(text.split())}; {num} {what} {name}\n")
 
     def take(self) -> dict[str, int]:
         """Return the number of failures by name since the last call."""

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Requests and responses of the HTTP routes, as JSON objects.
 
-There are three kinds of route: `generate` takes token IDs from training clients (verifiers,
-prime-rl); `completions` and `chat` serve OpenAI clients. Invariant: a parameter is honoured, or
-refused by its name; only parameters that cannot change a response are accepted and not used.
+`generate` is for training clients (verifiers, prime-rl), which send token IDs; `completions` and
+`chat` are for OpenAI clients. Invariant: a request is refused by the name of any parameter that the
+server does not support, unless the parameter or its value cannot change a response.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
-from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, FiniteFloat, ValidationError
 
 from tba_jax.decoding.keys import fold_in
 from tba_jax.decoding.requests import MAX_STOP_IDS, SamplingSettings
@@ -23,71 +23,45 @@ from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.serving.chat import Chat, ChatFormat
 
 Kind = Literal["generate", "completions", "chat"]
-MAX_SAMPLES = 128
-"""Maximum number of samples of a request."""
 
-# Parameters that cannot change a response: labels, caches and the order of requests.
-_UNUSED = frozenset(
-    "user metadata store service_tier safety_identifier prompt_cache_key cache_salt priority "
-    "request_id".split()
-)
-# Parameters that are not supported, with the values that change nothing.
-_NEUTRAL: dict[str, Any] = dict.fromkeys(
+# Parameters that are refused, with the value that changes no response and is therefore accepted.
+# `Any`: every value is accepted, because labels, caches and priorities change no response.
+_REFUSED: dict[str, Any] = dict.fromkeys(
     ("presence_penalty", "frequency_penalty", "min_p", "top_logprobs", "prompt_logprobs"), 0
 )
-_NEUTRAL |= {"repetition_penalty": 1, "logit_bias": {}, "response_format": {"type": "text"}}
-_NEUTRAL |= {"echo": False, "parallel_tool_calls": True, "add_generation_prompt": True}
-# Sampling settings that a training run sets.
-_SETTINGS = {"temperature", "top_p", "top_k", "min_tokens"}
-# What is wanted of parameters about which pydantic's messages do not say it.
-_WANTED = {
-    "prompt": "wanted a text or a list of token IDs",
-    "token_ids": "wanted a list of token IDs",
-    "messages": "wanted a list of objects with role and content, which is text; a tool call has a "
-    "function",
-    "logprobs": "wanted 1 or true: only sampled tokens have log-probs",
-}
-_ERRORS = {401: "authentication_error", 404: "not_found_error", 500: "server_error"}
+_REFUSED |= {"repetition_penalty": 1, "logit_bias": {}, "response_format": {"type": "text"}}
+_REFUSED |= {"echo": False, "parallel_tool_calls": True, "add_generation_prompt": True}
+_REFUSED |= dict.fromkeys(("user", "metadata", "store", "service_tier", "safety_identifier"), Any)
+_REFUSED |= dict.fromkeys(("prompt_cache_key", "cache_salt", "priority", "request_id"), Any)
+_ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 500: "server_error"}
 
 
 class ApiError(Exception):
-    """A refused request: what is wrong and what to do, and the HTTP status.
-
-    `param` is the parameter at fault, and `code` a short name that clients compare with.
-    """
+    """A refused request; `param` names a wrong parameter, `code` is a short name for programs."""
 
     def __init__(
         self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
     ) -> None:
         super().__init__(message)
-        kind = _ERRORS.get(status, "invalid_request_error")
+        kind = _ERROR_TYPES.get(status, "invalid_request_error")
         self.status, self.code = status, code
         self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class Served(NamedTuple):
-    """A served model, with the limits and settings of its requests.
+    """A served model, with the limits and settings of its requests."""
 
-    Attributes:
-        model: name of the model.
-        tokenizer, chat: its tokenizer and chat format.
-        eos_ids: tokens that end a response.
-        max_length: maximum number of tokens of prompt and response together.
-        sampling: sampling settings of a training run, which requests cannot change; None: requests
-            have their own.
-    """
-
-    model: str
+    model: str  # its name
     tokenizer: Tokenizer
     chat: ChatFormat
-    eos_ids: tuple[int, ...]
-    max_length: int
-    sampling: SamplingSettings | None = None
+    eos_ids: tuple[int, ...]  # tokens that end a response
+    max_length: int  # maximum number of tokens of prompt and response together
+    sampling: SamplingSettings | None = None  # of a training run; None: each request has its own
 
 
-# --- parameters ----------------------------------------------------------------------------------
+# --- requests ------------------------------------------------------------------------------------
 
-_TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+_TokenIds = list[Annotated[int, Field(ge=0, lt=2**31)]]
 _Length = Annotated[int, Field(ge=1)]
 _Texts = Annotated[
     list[Annotated[str, Field(min_length=1)]],
@@ -96,24 +70,27 @@ _Texts = Annotated[
 
 
 class _Request(BaseModel, extra="forbid", strict=True):
-    """Parameters of all routes; None: the default of the model or run."""
+    """Parameters of all routes; an error has the description of a field that has one."""
 
-    objects: ClassVar = ("text_completion", "text_completion", "cmpl")
-    """`object` of a response and of a chunk of a stream, and the start of `id`."""
+    objects: ClassVar = ("cmpl", "text_completion", "text_completion")
+    """Start of `id`, `object` of a response, and `object` of a part of a stream."""
+    chat: ClassVar[Any] = Chat(())
 
     model: str = ""
-    n: int = Field(1, ge=1, le=MAX_SAMPLES)
+    n: int = Field(1, ge=1, le=128)
     seed: int | None = Field(None, ge=0, lt=2**63)
     max_tokens: _Length | None = None
     max_completion_tokens: _Length | None = None
-    temperature: float | None = None
-    top_p: float | None = None
-    top_k: Annotated[int, AfterValidator(lambda k: max(0, k))] | None = None  # -1: off
-    min_tokens: int | None = Field(None, serialization_alias="min_new_tokens")
+    temperature: FiniteFloat = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: Annotated[int, AfterValidator(lambda k: max(0, k))] = 0  # -1: all tokens, as 0
+    min_tokens: int = Field(0, ge=0)
     stop: _Texts = Field([], max_length=16)
-    stop_token_ids: list[_TokenId] = Field([], max_length=MAX_STOP_IDS)
+    stop_token_ids: _TokenIds = Field([], max_length=MAX_STOP_IDS)
     ignore_eos: bool = False
-    logprobs: bool | Annotated[int, Field(ge=0, le=1)] = False
+    logprobs: bool | Annotated[int, Field(ge=0, le=1)] = Field(
+        False, description="1 or true: only sampled tokens have log-probs"
+    )
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
     stream: bool = False
@@ -123,18 +100,18 @@ class _Request(BaseModel, extra="forbid", strict=True):
 
 
 class _Completion(_Request):
-    prompt: str | list[_TokenId]
+    prompt: str | _TokenIds = Field(description="a text or a list of token IDs")
 
 
 class _Generate(_Request):
+    prompt: _TokenIds = Field(alias="token_ids")
     logprobs: bool | int = True
     return_token_ids: bool = True
     return_tokens_as_token_ids: bool = True
-    prompt: list[_TokenId] = Field(alias="token_ids")
 
 
 def _text(content: Any) -> str:
-    """Return the text of a message's content, which may have several parts."""
+    """Return the text of a message's content: a text, a list of texts with their type, or None."""
     parts = [{"text": content}] if isinstance(content, str) else content or ()
     return "".join(part.get("text", "") for part in parts)
 
@@ -152,40 +129,42 @@ class _Message(BaseModel, extra="allow"):
 
 
 class _Chat(_Request):
-    objects: ClassVar = ("chat.completion", "chat.completion.chunk", "chatcmpl")
-    messages: list[_Message]
+    objects: ClassVar = ("chatcmpl", "chat.completion", "chat.completion.chunk")
+    messages: list[_Message] = Field(
+        description="a list of objects with role and content, which is text; a tool call has a "
+        "function"
+    )
     tools: list[dict[str, Any]] = []
     tool_choice: Literal["auto", "none"] = "auto"
     chat_template_kwargs: dict[str, Any] = {}
 
     @property
     def chat(self) -> Chat:
-        """Return the messages, and the tools that the policy may call."""
         messages = [{"content": "", **x.model_dump(exclude_unset=True)} for x in self.messages]
         tools = [] if self.tool_choice == "none" else self.tools
         return Chat(messages, tools, self.chat_template_kwargs)
 
 
-_MODELS: dict[Kind, Any] = {"generate": _Generate, "completions": _Completion, "chat": _Chat}
+_REQUESTS: dict[Kind, Any] = {"generate": _Generate, "completions": _Completion, "chat": _Chat}
 
 
 def parse(kind: Kind, body: Mapping[str, Any], served: Served, seed: int) -> "Call":
     """Return the call of a request's JSON object, or raise ApiError if the request is refused.
 
-    `seed` is that of a request that has none.
+    `seed` is the seed of a request that has none.
     """
     request = _validated(kind, body)
-    if request.model and request.model != served.model:
+    if request.model not in ("", served.model):
         text = f"the model {request.model!r:.80} does not exist. This server has {served.model!r}"
         raise ApiError(text, status=404, param="model", code="model_not_found")
-    chat = request.chat if kind == "chat" else Chat(())
+    chat = request.chat
     try:
         prompt = served.chat.prompt(chat) if kind == "chat" else request.prompt
         if isinstance(prompt, str):
             prompt = served.tokenizer.encode(prompt, add_bos=True)
         if len(prompt) == 0:
             raise ValueError("the prompt is empty. Give at least one token")
-        settings = _settings(request, chat, served, len(prompt))
+        settings = _settings(request, served, len(prompt))
     except ValueError as error:
         raise ApiError(str(error)) from error
     seed = seed if request.seed is None else request.seed
@@ -195,105 +174,100 @@ def parse(kind: Kind, body: Mapping[str, Any], served: Served, seed: int) -> "Ca
 
 def _validated(kind: Kind, body: Mapping[str, Any]) -> Any:
     """Return the parameters of a request, or raise ApiError with the name of a wrong one."""
-    given = dict(body)
-    if kind == "generate" and isinstance(own := given.pop("sampling_params", None), dict):
-        given = {**own, **given}
-    # A chat's template writes special tokens.
-    neutral = dict.fromkeys(given) | _NEUTRAL | {"add_special_tokens": kind == "completions"}
-    given = {k: v for k, v in given.items() if v not in (None, neutral[k]) and k not in _UNUSED}
+    model, given = _REQUESTS[kind], dict(body)
+    if kind == "generate" and isinstance(given.get("sampling_params"), dict):
+        given = given.pop("sampling_params") | given
+    # The template of a chat writes special tokens itself.
+    refused = dict.fromkeys(given) | _REFUSED | {"add_special_tokens": kind == "completions"}
+    given = {k: v for k, v in given.items() if v not in (None, refused[k]) and refused[k] != Any}
     try:
-        return _MODELS[kind].model_validate(given)
+        return model.model_validate(given)
     except ValidationError as error:
         first = error.errors()[0]
-        name = str(first["loc"][0])
-        rule = _WANTED.get(name, first["msg"])
-        if first["loc"] == (name,) and first["type"] == "extra_forbidden":
-            rule = "the parameter is not supported. Leave it out"
-        shown = f" = {given[name]!r:.80}" if name in given else ""
-        raise ApiError(f"{name}{shown}: {rule}", param=name) from None
+    name = str(first["loc"][0])
+    wanted = getattr(model.model_fields.get(name), "description", None)
+    rule = f"wanted {wanted}" if wanted else first["msg"]
+    if first["type"] == "extra_forbidden":
+        rule = "the parameter is not supported. Leave it out"
+    value = f" = {given[name]!r:.80}" if name in given else ""
+    raise ApiError(f"{name}{value}: {rule}", param=name)
 
 
-def _settings(request: _Request, chat: Chat, served: Served, length: int) -> SamplingSettings:
-    """Return the sampling settings of a prompt of a length, or raise ApiError or ValueError."""
+def _settings(request: _Request, served: Served, length: int) -> SamplingSettings:
+    """Return the sampling settings of a request whose prompt has `length` tokens."""
     room, run = served.max_length - length, served.sampling
-    wanted = request.max_completion_tokens or request.max_tokens
-    if room < 1 or (wanted and wanted > room and run is None):
-        text = f"the prompt has {length} tokens and the response may have {wanted or 1}; the "
-        text += f"maximum context length is {served.max_length}. Shorten the prompt, or lower "
-        raise ApiError(f"{text}max_tokens", param="max_tokens", code="context_length_exceeded")
+    most = request.max_completion_tokens or request.max_tokens or max(room, 1)
+    if room < 1 or (most > room and run is None):
+        raise ApiError(
+            f"the prompt has {length} tokens and the response may have {most}; the maximum context "
+            f"length is {served.max_length}. Shorten the prompt, or lower max_tokens",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
     if request.stop and request.min_tokens:
         raise ValueError("min_tokens with stop: a stop text may come earlier. Leave out one")
     decode = functools.partial(served.tokenizer.decode, skip_special=False)
     stops = StopStrings(request.stop, decode) if request.stop else None
-    limits: Any = {"max_new_tokens": min(wanted or room, room), "stop_strings": stops}
-    given = request.model_dump(include=_SETTINGS, by_alias=True, exclude_none=True)
-    if run is None:
-        own = () if request.ignore_eos else served.eos_ids
-        ends = (*own, *(served.chat.stop_ids if chat.messages else ()), *request.stop_token_ids)
-        return SamplingSettings(**limits, **given, stop_ids=tuple(dict.fromkeys(ends)))
-    more = sorted({*request.stop_token_ids} - {*served.eos_ids})
-    given |= {"n": request.n, "seed": request.seed, "ignore_eos": request.ignore_eos}
-    fixed = vars(run) | {"n": 1, "seed": None, "ignore_eos": False}
-    for name, value in {**given, "stop_token_ids": more}.items():
-        if value != (has := fixed.get(name, [])):
-            name = "min_tokens" if name == "min_new_tokens" else name
-            text = f"{name} = {value}: the training run has {has}. Leave it out"
+    limits: Any = {"max_new_tokens": min(most, room), "stop_strings": stops}
+    if run is not None:
+        _check_equal(request, run, served.eos_ids)
+        return dataclasses.replace(run, stop_ids=served.eos_ids, **limits)
+    ends = [] if request.ignore_eos else [*served.eos_ids]
+    ends += [*(served.chat.stop_ids if request.chat.messages else ()), *request.stop_token_ids]
+    limits |= {"min_new_tokens": request.min_tokens, "stop_ids": tuple(dict.fromkeys(ends))}
+    own = request.model_dump(include={"temperature", "top_p", "top_k"})
+    return SamplingSettings(**limits, **own)
+
+
+def _check_equal(request: _Request, run: SamplingSettings, eos_ids: tuple[int, ...]) -> None:
+    """Raise ApiError if a request asks for other settings than those of the training run."""
+    fixed = {name: getattr(run, name) for name in ("temperature", "top_p", "top_k")}
+    fixed |= {"min_tokens": run.min_new_tokens, "n": 1, "seed": None, "ignore_eos": False}
+    given = request.model_dump(include={*fixed}, exclude_unset=True)
+    given["stop_token_ids"] = sorted({*request.stop_token_ids} - {*eos_ids})
+    for name, value in given.items():
+        if value != (wanted := fixed.get(name, [])):
+            text = f"{name} = {value}: the training run has {wanted}. Leave it out"
             raise ApiError(text, param=name)
-    return dataclasses.replace(run, stop_ids=served.eos_ids, **limits)
 
 
 # --- responses -----------------------------------------------------------------------------------
 
 
 class Update(NamedTuple):
-    """All tokens of one sample so far.
+    """All tokens of one sample so far."""
 
-    Attributes:
-        tokens: int32 [t].
-        token_logprobs: float32 [t], log-probs under the distribution that was sampled from.
-        finish: "stop" or "length", the reason why the sample ended; "": it has not ended.
-    """
-
-    tokens: np.ndarray
-    token_logprobs: np.ndarray
-    finish: str = ""
+    tokens: np.ndarray  # int32 [t]
+    token_logprobs: np.ndarray  # float32 [t], under the distribution that was sampled from
+    finish: str = ""  # "stop" or "length", the reason of the end; "": the sample has not ended
 
 
-NOTHING = Update(np.empty(0, np.int32), np.empty(0, np.float32))
-"""A sample without tokens."""
+NOTHING = Update(np.empty(0, np.int32), np.empty(0, np.float32))  # before the first token
 
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A parsed request.
-
-    Attributes:
-        request: parameters of the request.
-        chat: messages and tools of a chat; no messages for other kinds.
-        prompt: int32 [s].
-        keys: uint32 [n 2], threefry key data of each sample.
-    """
+    """A parsed request, which makes its response."""
 
     kind: Kind
     served: Served
-    request: Any
-    chat: Chat
-    prompt: np.ndarray
+    request: Any  # its parameters, a `_Request`
+    chat: Chat  # messages and tools of a chat; no messages for other kinds
+    prompt: np.ndarray  # int32 [s]
     settings: SamplingSettings
-    keys: np.ndarray
+    keys: np.ndarray  # uint32 [n 2], threefry key data of each sample
     id: str = dataclasses.field(default_factory=lambda: uuid.uuid4().hex)
     created: int = dataclasses.field(default_factory=lambda: int(time.time()))
 
     def response(self, updates: Sequence[Update]) -> dict[str, Any]:
         """Return the whole response, of all samples."""
-        choices = list(map(self.choice, range(len(updates)), updates))
-        found = self.envelope(choices, updates)
+        found = self.envelope(list(map(self.choice, range(len(updates)), updates)), updates)
         if self.request.return_token_ids:
             found["prompt_token_ids"] = self.prompt.tolist()
         return found
 
     def envelope(self, choices: Sequence[Any], updates: Sequence[Update] = ()) -> dict[str, Any]:
-        """Return a response, or a chunk of a stream, with choices, and token counts of updates."""
+        """Return a response or a part of a stream; updates of all samples add numbers of tokens."""
         found = {"model": self.served.model, "choices": choices, "created": self.created}
         if updates:
             prompt, sampled = len(self.prompt), sum(len(y.tokens) for y in updates)
@@ -301,15 +275,11 @@ class Call:
             found["usage"] = {**counts, "total_tokens": prompt + sampled}
         if self.kind == "generate":
             return found | {"request_id": self.id}
-        *names, start = self.request.objects
-        return found | {"id": f"{start}-{self.id}", "object": names[self.request.stream]}
+        start, *objects = self.request.objects
+        return found | {"id": f"{start}-{self.id}", "object": objects[self.request.stream]}
 
     def choice(self, index: int, update: Update, before: Update = NOTHING) -> dict[str, Any]:
-        """Return the choice of a sample, or in a stream what an update adds to the one before it.
-
-        Tool calls are parsed from whole messages, so a chat with tools receives its text at the
-        end.
-        """
+        """Return the choice of a sample; in a stream, its tokens since the update `before`."""
         request, start = self.request, len(before.tokens)
         choice: dict[str, Any] = {"index": index, "finish_reason": update.finish or None}
         choice["logprobs"] = None if request.logprobs is False else self._logprobs(update, start)
@@ -321,25 +291,27 @@ class Call:
         added = self._text(update)[len(self._text(before)) :]
         if self.kind == "completions":
             return choice | {"text": added}
-        if request.stream and not (self.chat.tools and update.finish):
-            delta = {} if start else {"role": "assistant"}
-            return choice | {"delta": delta if self.chat.tools else {**delta, "content": added}}
-        message = self.message(update)
+        # Tool calls are read from whole messages, so a stream with tools has its text at the end.
+        if not request.stream or (self.chat.tools and update.finish):
+            message = self.message(update)
+        else:
+            role: dict[str, Any] = {} if start else {"role": "assistant"}
+            message = role if self.chat.tools else {**role, "content": added}
         for i, call in enumerate(message.get("tool_calls", ())):
             call |= {"index": i} if request.stream else {}
             choice["finish_reason"] = update.finish.replace("stop", "tool_calls")
         return choice | {"delta" if request.stream else "message": message}
 
     def message(self, update: Update) -> dict[str, Any]:
-        """Return the message of a sample that has ended."""
+        """Return the message of a finished sample, or raise ValueError if it cannot be read."""
         read = self.served.chat.read
         return read(update.tokens, self._text(update), self.prompt, self.chat.tools)[0]
 
     def _text(self, update: Update) -> str:
-        """Return the text of a sample up to its first stop string.
+        """Return the text of a sample up to its first stop text.
 
-        An unfinished sample's end that may be the start of a stop string or character is left out;
-        it is sent when later tokens show what it is.
+        The text of an unfinished sample lacks its end if that may be the start of a stop text or of
+        a character.
         """
         request = self.request
         text = self.served.tokenizer.decode(update.tokens, skip_special=request.skip_special_tokens)

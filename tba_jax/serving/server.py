@@ -1,14 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """HTTP routes over a decode session, for OpenAI clients and token-exact training clients.
 
-    POST /inference/v1/generate   token IDs in, token IDs and log-probs out
-    POST /v1/completions          text or token IDs
-    POST /v1/chat/completions     messages, tools
-    GET  /v1/models, /health
-
-Invariant: a request without a valid token is refused before its body is read. A web page cannot
-send a write: without a token, a write needs the content type JSON. A client that disconnects frees
-its slots.
+Invariants: a request without a valid token is refused before its body is read. Without a token, a
+POST needs the content type JSON, which no web page of another site can send. A client that
+disconnects frees its slots. Every failure has the form of OpenAI's errors (`_refusal`).
 """
 
 import asyncio
@@ -18,7 +13,8 @@ import hmac
 import json
 import os
 import queue
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+import traceback
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -33,47 +29,42 @@ from tba_jax.serving.protocol import NOTHING, ApiError, Call, Kind, Served, Upda
 
 MAX_BODY_BYTES = 4 * 2**20
 _ROUTES: dict[Kind, str] = {
-    "generate": "/inference/v1/generate",
-    "completions": "/v1/completions",
-    "chat": "/v1/chat/completions",
+    "generate": "/inference/v1/generate",  # token IDs in, token IDs and log-probs out
+    "completions": "/v1/completions",  # a text or token IDs in
+    "chat": "/v1/chat/completions",  # messages and tools in
 }
-
 _OBJECT = TypeAdapter(dict[str, Any])
 
-Updates = AsyncIterator[tuple[int, Update]]
-"""Updates of the samples of a call with their numbers, until each sample has ended."""
-Scope = Callable[[Kind, Mapping[str, Any]], Awaitable[tuple[Call, Updates]]]
-"""Parses and begins a request: (kind, JSON object) -> call and updates; raises `ApiError`."""
+Updates = AsyncGenerator[tuple[Call, int, Update]]
+"""Updates of the samples of a call, each with the call and the number of its sample."""
+Sample = Callable[[Kind, Mapping[str, Any]], Updates]
+"""Samples the response to a request: (route, JSON object) -> updates; they may raise ApiError."""
 
 
 class RequestQueue:
-    """Queue of requests for one session; as a `Scope` it is called on the server's thread."""
+    """Queue of requests from the server's thread to the thread of a session."""
 
     def __init__(self, served: Served) -> None:
         self._served = served
-        # New calls with the receiver of their updates; None: the call has ended.
+        # New calls with the functions that take their updates; None: the call has ended.
         self._arrived = queue.SimpleQueue[tuple[Call, Callable[..., Any] | None]]()
-        # Call and receiver by the session's number of a request; for the session's thread only.
+        # The same by the session's number of the request; only the session's thread uses it.
         self._live: dict[int, tuple[Call, Callable[..., Any]]] = {}
 
-    async def __call__(self, kind: Kind, body: Mapping[str, Any]) -> tuple[Call, Updates]:
-        """Return the call of a request, and its updates, which begin it."""
+    async def __call__(self, kind: Kind, body: Mapping[str, Any]) -> Updates:
+        """Yield updates until all samples have ended; closing the generator cancels the request."""
         call = parse(kind, body, self._served, int.from_bytes(os.urandom(7), "big"))
-        return call, self._updates(call)
-
-    async def _updates(self, call: Call) -> Updates:
-        loop = asyncio.get_running_loop()
-        arrived: asyncio.Queue[tuple[int, Update | ApiError]] = asyncio.Queue()
-        left = call.request.n
+        loop, arrived = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Update | ApiError]]()
+        notify = functools.partial(loop.call_soon_threadsafe, arrived.put_nowait)
+        num_unfinished = call.request.n
+        self._arrived.put((call, notify))
         try:
-            notify = functools.partial(loop.call_soon_threadsafe, arrived.put_nowait)
-            self._arrived.put((call, notify))
-            while left:
+            while num_unfinished:
                 i, update = await arrived.get()
                 if isinstance(update, ApiError):
                     raise update
-                left -= bool(update.finish)
-                yield i, update
+                num_unfinished -= bool(update.finish)
+                yield call, i, update
         finally:
             self._arrived.put((call, None))
 
@@ -92,7 +83,7 @@ class RequestQueue:
         return True
 
     def _take_in(self, session: Session) -> None:
-        """Submit new calls to the session and drop those that ended; their slots become free."""
+        """Submit new calls to the session, and cancel those that have ended."""
         while not self._arrived.empty():
             call, notify = self._arrived.get_nowait()
             for number in [n for n, (own, *_) in self._live.items() if own is call]:
@@ -109,18 +100,15 @@ class RequestQueue:
 
 
 def make_application(
-    scopes: Callable[[str], Scope], served: Served, *, prefix: str = "", token: str = ""
+    samples: Callable[[str], Sample], served: Served, *, prefix: str = "", token: str = ""
 ) -> Starlette:
     """Return the ASGI application of the routes.
 
-    Args:
-        scopes: returns the scope of an episode; "" without episodes.
-        served: the model.
-        prefix: path before the routes, with the parameter `episode`, or "".
-        token: bearer token that every request must have; "": no token is needed.
+    `samples` returns the `Sample` of an episode, by the parameter `episode` of `prefix`, the start
+    of the paths; or of "". Every request must have the bearer token, unless it is "".
     """
 
-    def scope_of(request: Request) -> Scope:
+    def admit(request: Request) -> Sample:
         own = request.headers.get("authorization", "").encode()
         if token and not hmac.compare_digest(own, f"Bearer {token}".encode()):
             text = "the request has no valid token. Send the header Authorization: Bearer TOKEN"
@@ -129,36 +117,47 @@ def make_application(
         if not (token or is_json or request.method == "GET"):
             # A web page may send other content types to this machine (CORS).
             raise ApiError("the content type is not JSON. Send Content-Type: application/json")
-        return scopes(request.path_params.get("episode", ""))
+        return samples(request.path_params.get("episode", ""))
 
-    async def sample(kind: Kind, request: Request) -> Response:
-        scope, body = scope_of(request), await request.body()
-        return await _unless_disconnected(request, _respond(scope, kind, body))
+    async def respond(kind: Kind, request: Request) -> Response:
+        sample, body = admit(request), await request.body()
+        return await _unless_disconnected(request, _respond(sample, kind, body))
 
     async def models(request: Request) -> Response:
-        scope_of(request)
+        admit(request)
         card = {"id": served.model, "object": "model", "created": 0, "owned_by": "tba_jax"}
         card["max_model_len"] = served.max_length
         return JSONResponse({"object": "list", "data": [card]})
 
+    async def refuse(request: Request, error: Exception) -> Response:
+        refusal = _refusal(error, f"{request.method} {request.url.path:.200}")
+        return JSONResponse(refusal.body, refusal.status)
+
     routes = [
-        Route(prefix + path, functools.partial(sample, kind), methods=["POST"])
+        Route(prefix + path, functools.partial(respond, kind), methods=["POST"])
         for kind, path in _ROUTES.items()
     ]
     health = Route("/health", JSONResponse({"status": "ok"}))
     routes += [Route(f"{prefix}/v1/models", models), health]
-    handlers = dict.fromkeys((ApiError, HTTPException, ClientDisconnect), _refusal)
-    return Starlette(routes=routes, exception_handlers=dict[Any, Any](handlers))
+    kinds: Any = (ApiError, HTTPException, ClientDisconnect, ValidationError, Exception)
+    return Starlette(routes=routes, exception_handlers=dict.fromkeys(kinds, refuse))
 
 
-async def _refusal(request: Request, error: Any) -> Response:
-    if isinstance(error, HTTPException):
-        what = f"{request.method} {request.url.path:.200}"
-        text = f"there is no route {what}. Known: {', '.join(_ROUTES.values())}"
-        error = ApiError(text, status=error.status_code)
-    if isinstance(error, ClientDisconnect):
-        error = ApiError("the client disconnected", status=499)
-    return JSONResponse(error.body, error.status)
+def _refusal(error: Exception, method_and_path: str = "") -> ApiError:
+    """Return what a client receives for a failure; an unexpected one is printed, too."""
+    match error:
+        case ApiError():
+            return error
+        case HTTPException():
+            text = f"there is no route {method_and_path}. Known: {', '.join(_ROUTES.values())}"
+            return ApiError(text, status=error.status_code)
+        case ClientDisconnect():
+            return ApiError("the client disconnected", status=499)
+        case ValidationError():  # of `_OBJECT`; `parse` names parameters
+            return ApiError(f"the body is no JSON object: {error.errors()[0]['msg']}")
+    traceback.print_exception(error)
+    text = f"the request failed with {type(error).__name__}: {error}. The server printed the rest"
+    return ApiError(text, status=500)
 
 
 async def _unless_disconnected(request: Request, work: Awaitable[Response]) -> Response:
@@ -175,37 +174,34 @@ async def _unless_disconnected(request: Request, work: Awaitable[Response]) -> R
         working.cancel()
 
 
-async def _respond(scope: Scope, kind: Kind, body: bytes) -> Response:
+async def _respond(sample: Sample, kind: Kind, body: bytes) -> Response:
     if len(body) > MAX_BODY_BYTES:
         raise ApiError(f"a request may have {MAX_BODY_BYTES:,} bytes. Send less", status=413)
-    try:
-        call, updates = await scope(kind, _OBJECT.validate_json(body))
-    except ValidationError as error:
-        raise ApiError(f"the body is no JSON object: {error.errors()[0]['msg']}") from error
-    if not call.request.stream:
-        found = {i: update async for i, update in updates if update.finish}
-        return JSONResponse(call.response([found[i] for i in sorted(found)]))
-    first = await anext(updates)  # an earlier error has its own HTTP status
-    return StreamingResponse(_events(call, first, updates), media_type="text/event-stream")
+    updates = sample(kind, _OBJECT.validate_json(body))
+    first = call, i, update = await anext(updates)  # its error has an HTTP status, in a stream, too
+    if call.request.stream:
+        return StreamingResponse(_events(first, updates), media_type="text/event-stream")
+    newest = {i: update} | {i: update async for _, i, update in updates}
+    return JSONResponse(call.response([newest[i] for i in sorted(newest)]))
 
 
-async def _events(call: Call, first: tuple[int, Update], updates: Any) -> AsyncIterator[str]:
-    """Yield server-sent events as tokens are sampled."""
-    newest: dict[int, Update] = {}
-    arrived: tuple[int, Update] | None = first
+async def _events(first: tuple[Call, int, Update], later: Updates) -> AsyncIterator[str]:
+    """Yield the server-sent events of updates, and of the end of the stream."""
+    call, newest = first[0], dict[int, Update]()
+    arrived: tuple[Call, int, Update] | None = first
     try:
-        async with contextlib.aclosing(updates):
+        async with contextlib.aclosing(later):
             while arrived is not None:
-                i, update = arrived
+                _, i, update = arrived
                 before, newest[i] = newest.get(i, NOTHING), update
                 if update.finish or len(update.tokens) > len(before.tokens):
                     yield _event(call.envelope([call.choice(i, update, before)]))
-                arrived = await anext(updates, None)
+                arrived = await anext(later, None)
         if call.request.stream_options.get("include_usage"):
             yield _event(call.envelope([], list(newest.values())))
         yield "data: [DONE]\n\n"
-    except ApiError as error:  # the status was sent before, so the error is an event
-        yield _event(error.body)
+    except Exception as error:  # the status was sent before, so the error is an event
+        yield _event(_refusal(error).body)
 
 
 def _event(data: Any) -> str:

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Responses that an inference server with vLLM's routes samples (`search.engine`).
+"""Client of an inference server with vLLM's routes, which samples the responses of a run.
 
-Prompts go out as token IDs; token IDs come back, each with its log-prob and the name of the weights
-that sampled it. Each version of adapters is loaded under its own name, so a response has one
-version. Without adapters the server has one set of weights: it pauses its requests, reads the
-version from a folder, and continues, so a response may have several versions.
+The server receives prompts as token IDs. It returns token IDs, each with its log-prob and the name
+of the weights that sampled it. A version of adapters has its own name, so a response has one
+version. Without adapters the server pauses, reads a version from a folder, and resumes, so a
+response may have several versions.
 
-Failures have the names "server_down" (no response now), "server_no_model" (the weights are not
-loaded), "server_nonsense" (unusable contents) and "server_refused". Invariants: every token has a
-finite log-prob and a version of this run; a request that fails is sent again, or ends the run.
+Names of failures: "server_down" (no response), "server_no_model" (the weights are not loaded),
+"server_nonsense" (an unusable response) and "server_refused" (another status). Invariants: every
+token has a finite log-prob and a version of this run. A failed request is repeated or ends the run.
 """
 
 import collections
@@ -40,14 +40,15 @@ from tba_jax.models.scoring import Scoring
 from tba_jax.models.transformer import Params, TransformerConfig, abstract_params
 from tba_jax.serving.failures import Failure, FailureLines
 
-# Largest mean difference of the log-probs of a token in two programs, in nats. In float32 each of
-# about 10^4 sums rounds by 2^-24 of logits up to 30; matmuls of half precision round by 2^-9.
-_BOUNDS = {"float32": 1e-3, "bfloat16": 0.5, "float16": 0.5}
-_CHECK_VERSION = -1  # of the known weights that are loaded before training
+# Largest mean difference of the log-probs of a token in two programs in float32, in nats: each of
+# about 10^4 sums rounds by 2^-24 of logits up to 30.
+_ROUNDING = 1e-3
+_NOISE = 0.5  # relative size of changes of all weights, so that each matrix has a clear effect
+_CHECK_VERSION = -1  # version of the known weights that are loaded before training
 _MOST_PAUSE_S = 30.0  # longest pause between two attempts
-_MOST_ATTEMPTS = {"server_down": math.inf, "server_refused": 1}  # of one name; others: 5
+_MOST_ATTEMPTS = {"server_down": math.inf, "server_refused": 1}  # by name of failure; others: 5
 _STATUSES = {404: "server_no_model", 408: "server_down", 429: "server_down"}
-_STEP_S = 0.02  # longest wait of a step
+_STEP_S = 0.02  # longest wait of a session's step
 _START = (
     "Start it with vllm serve {} --enable-scale-out, for adapters with --enable-lora and "
     "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1, for all weights with VLLM_SERVER_DEV_MODE=1"
@@ -55,35 +56,25 @@ _START = (
 
 
 class ServerError(RuntimeError):
-    """The server did not give a usable response in time."""
+    """The server gave no usable response before the last attempt."""
 
 
 @dataclasses.dataclass
 class InferenceServer:
-    """Client of the server; thread-safe, shared by the searchers of a process.
+    """Thread-safe client, which all searchers of a process share.
 
-    The environment variable OPENAI_API_KEY has the bearer token of the server, if it needs one.
-
-    Attributes:
-        url: URL of the server, with or without /v1.
-        model: start model.
-        policy: its architecture, with adapters if only these are trained.
-        dtype: name of the dtype of the run's own matmuls, and of written weights.
-        folder: parent of the folders of versions, which the server reads.
-        eos_ids, stop_strings: tokens and texts that end a response.
-        longest: tokens that prompt and response may have.
-        timeout_s: timeout of an attempt in seconds; attempts are repeated for twice that time.
+    The environment variable OPENAI_API_KEY has the bearer token of a server that needs one.
     """
 
-    url: str
-    model: Description
-    policy: TransformerConfig
-    dtype: str
-    folder: Path
-    eos_ids: tuple[int, ...]
-    longest: int
-    timeout_s: float
-    stop_strings: StopStrings | None = None
+    url: str  # with or without /v1
+    model: Description  # start model
+    policy: TransformerConfig  # its architecture, with adapters if the run trains only adapters
+    dtype: str  # name of the dtype of the run's matmuls and of written weights
+    folder: Path  # parent of the folders of versions, which the server reads
+    eos_ids: tuple[int, ...]  # tokens that end a response
+    longest: int  # maximum number of tokens of prompt and response together
+    timeout_s: float  # of an attempt, in seconds; attempts are repeated for twice that time
+    stop_strings: StopStrings | None = None  # texts that end a response
 
     def __post_init__(self) -> None:
         import urllib3  # slow; other runs need no client
@@ -92,15 +83,15 @@ class InferenceServer:
         self._root = self.url.rstrip("/").removesuffix("/v1")
         self._http = urllib3.PoolManager(maxsize=256, retries=False)
         self._is_closed, self._loading, self._num_loads = threading.Event(), threading.Lock(), 0
-        self._name, self._base = f"tba-{uuid.uuid4().hex[:8]}", ""  # base: the server's own model
-        self._versions: dict[str, int] = {}  # of all weights that were written, by their names
-        self._folders: list[Path] = []  # of versions that may be loaded again, the newest last
+        self._name = f"tba-{uuid.uuid4().hex[:8]}"
+        self._base = ""  # name of the server's own model
+        self._start = Path()  # folder or hub ID of the server's own weights
+        self._versions: dict[str, int] = {}  # of all written weights, by the names of their folders
+        self._folders: list[Path] = []  # of the written versions, the newest last
+        self._loaded = self._start  # folder of the weights that were loaded last
 
     def check(self, *, loads: bool = True) -> None:
-        """Ask the server for its model, and with `loads` compare its log-probs with our scorer's.
-
-        Raises ValueError if the server or its model cannot be used.
-        """
+        """Raise ValueError if the server's model or, with `loads`, its log-probs are wrong."""
         if self.policy.adapters:
             adapter_files.check(self.policy)
         elif jax.process_count() > 1:
@@ -109,6 +100,7 @@ class InferenceServer:
             cards = self._send("/v1/models").get("data") or []
             card = next((x for x in cards if not x.get("parent")), {})
             self._base, longest = str(card.get("id")), card.get("max_model_len") or self.longest
+            self._start = self._loaded = Path(card.get("root") or self._base)
             if longest < self.longest:
                 text = f"the model {self._base!r} has max_model_len = {longest}, and prompt and "
                 text += f"response may have {self.longest} tokens (task.max_prompt_tokens + "
@@ -121,10 +113,12 @@ class InferenceServer:
             raise ValueError(f"{text}. {_START.format(self.model.folder)}") from error
 
     def _compare(self) -> None:
-        """Load known weights, and compare the log-probs of some tokens with those of our scorer.
+        """Compare the server's log-probs with those of our scorer, for known weights.
 
-        Raises Failure if the mean difference is above the bound of the dtype, or above half of the
-        difference to the start model, whose log-probs a server has if it ignores weights.
+        Afterwards the server has its own weights again. Raises Failure if the mean difference is
+        larger than rounding: that of float32, and eight times the difference of our own log-probs
+        between the dtype and float32; or larger than half of the difference to the start model,
+        because a server that ignores weights has the start model's log-probs.
         """
         mesh = reading_mesh(self.policy.hidden_size, jax.local_devices())
         base = self.model.load_on(mesh, self.dtype)
@@ -134,62 +128,54 @@ class InferenceServer:
             known = jax.tree.map(lambda x: x + 0.02 * draw(x.shape), fresh)
             whole = lora.merge(base, known, config=self.policy)
         else:
-            known = whole = jax.tree.map(lambda x: x * (1 + 0.1 * draw(x.shape, x.dtype)), base)
+            known = whole = jax.tree.map(lambda x: x * (1 + _NOISE * draw(x.shape, x.dtype)), base)
         # Random prompts, because after a usual one the next token may be almost certain.
         most = self.model.config.num_tokens or self.model.config.vocab_size
         prompts = np.random.default_rng(0).integers(0, most, (8, 8), np.int32)
         settings = SamplingSettings(min(4, self.longest - 8), stop_ids=())
-        self._folders.append(self._write(_CHECK_VERSION, known))
+        folder = self._write(_CHECK_VERSION, known)
         try:
-            self._load(self._folders[-1])
+            self._load(folder)
             found = [self._ask(row, np.zeros(2, np.uint32), settings) for row in prompts]
         finally:
-            self._unload(self._folders.pop())
-        score = functools.partial(
-            jax.jit(row_token_logprobs, static_argnames=("response_bucket", "scoring", "config")),
-            tokens=np.concatenate([prompts, [y.tokens for y in found]], axis=1),
-            prompt_lengths=np.full(8, 8),
-            response_lengths=np.full((8, 1), settings.max_new_tokens),
-            response_bucket=settings.max_new_tokens,
-            scoring=Scoring(compute_dtype=self.dtype),
-            config=dataclasses.replace(self.policy, adapters=None, attention="xla"),
-        )
+            self._unload(folder)
+            self._restore()  # a run that is stopped now leaves no wrong weights
+        plain = dataclasses.replace(self.policy, adapters=None, attention="xla")
+        tokens, num = np.array([y.tokens for y in found]), settings.max_new_tokens
+        rows = np.concatenate([prompts, tokens], axis=1), np.full(8, 8), np.full((8, 1), num)
+
+        def score(params: Params, dtype: str) -> np.ndarray:
+            how = {"response_bucket": num, "scoring": Scoring(compute_dtype=dtype), "config": plain}
+            return np.asarray(jax.jit(functools.partial(row_token_logprobs, **how))(params, *rows))
+
         theirs = np.stack([y.token_logprobs for y in found])[:, None]
-        gap, of_start = (
-            float(np.abs(theirs - np.asarray(score(params))).mean()) for params in (whole, base)
-        )
-        if not gap <= (bound := min(_BOUNDS[self.dtype], of_start / 2)):
-            text = (
-                f"with known weights its log-probs differ from ours by {gap:.2g} a token; wanted "
-            )
-            text += f"at most {bound:.2g} (model.compute_dtype = {self.dtype}). The server ignores "
-            raise Failure("server_nonsense", f"{text}weights, or has another model or dtype")
+        ours = score(whole, self.dtype)
+        pairs = (theirs, ours), (ours, score(whole, "float32")), (theirs, score(base, self.dtype))
+        gap, rounding, effect = (float(np.abs(x - y).mean()) for x, y in pairs)
+        if not gap <= (bound := min(_ROUNDING + 8 * rounding, effect / 2)):
+            text = f"with known weights its log-probs differ from ours by {gap:.2g} a token; wanted"
+            text += f" at most {bound:.2g} (model.compute_dtype = {self.dtype}). The server ignores"
+            raise Failure("server_nonsense", f"{text} weights, or has another model or dtype")
 
     def session(self, params: Any, *, num_slots: int, version: int, **_: Any) -> "ServerSession":
-        """Return an empty session of `params`, the trained weights; arguments as in `Decoder`."""
+        """Return an empty session of the trained weights; arguments as of `Decoder.session`."""
         return ServerSession(self, num_slots, params, version)
 
     def publish(self, version: int, params: Params) -> None:
-        """Load a version of the trained weights, unless a newer one is; later requests use it.
-
-        Raises ServerError if the server does not load them.
-        """
+        """Load a version of the trained weights, unless a newer one is, or raise ServerError."""
         with self._loading:
             if version <= max(self._versions.values(), default=_CHECK_VERSION):
                 return
             folder = self._write(version, params)
-            self._folders.insert(0, folder)  # `close` deletes it, also if it cannot be loaded
             self._repeat(lambda: self._load(folder))
-            self._folders.append(self._folders.pop(0))
             # Requests under way end with the adapters that they began with.
-            while len(self._folders) > (2 if self.policy.adapters else 1):
-                self._unload(self._folders.pop(0))
+            for old in self._folders[: -2 if self.policy.adapters else -1]:
+                self._unload(old)
 
     def sample(self, prompt: np.ndarray, key: np.ndarray, settings: SamplingSettings) -> Response:
-        """Return a response to a prompt, int32 [s], with request and sample 0.
+        """Return a response to a prompt, int32 [s], as sample 0 of request 0; or raise ServerError.
 
-        Some servers ignore the seed that the key, uint32 [2], becomes. Raises ServerError if no
-        attempt gave a usable response.
+        The key, uint32 [2], becomes the seed of the request, which some servers ignore.
         """
 
         def attempt() -> Response:
@@ -197,26 +183,32 @@ class InferenceServer:
             try:
                 return self._ask(prompt, key, settings)
             except Failure as error:
-                if error.name == "server_no_model":  # a restarted server has the start model alone
-                    # The next attempt shows whether this one loaded it.
+                if error.name == "server_no_model":  # a restarted server has only its own weights
+                    # If the load fails, the next attempt fails again.
                     with self._loading, contextlib.suppress(Failure):
                         if self._num_loads == seen:
-                            self._load(self._folders[-1])
+                            self._load(self._loaded)
                 raise
 
         return self._repeat(attempt)
 
     def close(self) -> None:
-        """Stop retrying requests, unload adapters, and delete the folders of versions."""
+        """Stop retrying requests, leave the server its own weights, and delete all folders."""
         self._is_closed.set()
         with self._loading:
-            while self._folders:
-                self._unload(self._folders.pop())
+            for folder in list(self._folders):
+                self._unload(folder)
+            try:
+                self._restore()
+            except Failure as error:
+                self.failures.report("server_unload", str(error), "request(s) failed as")
 
     def _write(self, version: int, params: Params) -> Path:
-        """Write a version to a new folder, whose name is that of the weights in the server."""
-        folder = self.folder / f"{self._name}-{version}"
+        """Write a version to a new folder, whose name the weights have in the server."""
+        name = "check" if version == _CHECK_VERSION else version
+        folder = self.folder / f"{self._name}-{name}"
         self._versions[folder.name] = version
+        self._folders.append(folder)
         if self.policy.adapters:
             adapter_files.write(folder, self.policy, params, str(self.model.folder))
             return folder
@@ -227,10 +219,12 @@ class InferenceServer:
         return folder
 
     def _load(self, folder: Path) -> None:
+        """Load the weights in a folder, or raise Failure."""
         if self.policy.adapters:
             body = {"lora_name": folder.name, "lora_path": str(folder)}
             self._send("/v1/load_lora_adapter", body)
         else:
+            self._loaded = folder  # now, because a load that fails may have changed some weights
             self._send("/pause?mode=keep", {})
             try:
                 where = {"weights_path": str(folder)}
@@ -239,21 +233,27 @@ class InferenceServer:
                 self._send("/update_weight_version", {"new_version": folder.name})
             finally:
                 self._send("/resume", {})
-        self._num_loads += 1
+        self._loaded, self._num_loads = folder, self._num_loads + 1
+
+    def _restore(self) -> None:
+        """Load the server's own weights, unless it has them under the adapters."""
+        if self._loaded != self._start and not self.policy.adapters:
+            self._load(self._start)
 
     def _unload(self, folder: Path) -> None:
-        """Unload adapters, and delete the folder of a version."""
+        """Delete the folder of a version, and unload adapters."""
         try:
             if self.policy.adapters:
                 self._send("/v1/unload_lora_adapter", {"lora_name": folder.name})
         except Failure as error:
             if error.name != "server_no_model":  # a restarted server has no adapters
                 self.failures.report("server_unload", str(error), "request(s) failed as")
+        self._folders.remove(folder)
         shutil.rmtree(folder, ignore_errors=True)
 
     def _ask(self, prompt: np.ndarray, key: np.ndarray, settings: SamplingSettings) -> Response:
-        """Return one response of the newest weights, or raise Failure; arguments as of `sample`."""
-        name = self._folders[-1].name if self.policy.adapters else self._base
+        """Return the response of one attempt of `sample`, or raise Failure."""
+        name = self._loaded.name if self.policy.adapters else self._base
         stops = settings.stop_strings
         sampling = {
             "max_tokens": settings.max_new_tokens,
@@ -261,7 +261,7 @@ class InferenceServer:
             "seed": (int(key[0]) << 32 | int(key[1])) >> 1,  # servers take 63 bits
             "stop_token_ids": list(settings.stop_ids or ()),
             "stop": [] if stops is None else list(stops.strings),
-            "ignore_eos": True,  # the stop tokens are those of the run alone
+            "ignore_eos": True,  # only the run's stop tokens end a response
             "skip_special_tokens": False,  # a stop string may be one
             "include_stop_str_in_output": True,
             "logprobs": 1,
@@ -278,9 +278,12 @@ class InferenceServer:
         return _read(choice, [self._versions[x] for x in names], settings)
 
     def _repeat(self, attempt: Callable[[], Any]) -> Any:
-        """Return the result of the first attempt that does not fail, or raise ServerError."""
+        """Call `attempt` until it raises no Failure, and return its result, or raise ServerError.
+
+        The number of attempts is limited for each name of a failure, the time for all of them.
+        """
         start_s, pause_s = time.monotonic(), 0.5
-        attempts = collections.Counter[str]()  # by the name of their failure
+        attempts = collections.Counter[str]()  # by name of failure
         while True:
             try:
                 return attempt()
@@ -300,25 +303,24 @@ class InferenceServer:
             pause_s = min(2 * pause_s, _MOST_PAUSE_S)
 
     def _send(self, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the JSON object of a response of status 200, {} for a text, or raise Failure.
+        """Send a request once, a POST if there is a body, and return the response's JSON object.
 
-        A request with a body is a POST.
+        A text is returned as {}. Raises Failure without a response, and for statuses but 200.
         """
         import urllib3
 
-        key, timeout_s = os.environ.get("OPENAI_API_KEY"), self.timeout_s
+        key = os.environ.get("OPENAI_API_KEY")
         try:
             found = self._http.request(
                 "GET" if body is None else "POST",
                 self._root + path,
                 json=body,
                 headers={"authorization": f"Bearer {key}"} if key else None,
-                timeout=urllib3.Timeout(connect=min(10.0, timeout_s), read=timeout_s),
+                timeout=urllib3.Timeout(connect=min(10.0, self.timeout_s), read=self.timeout_s),
             )
-        except urllib3.exceptions.ReadTimeoutError:
-            raise Failure("server_down", f"no response within {timeout_s:.0f} s") from None
         except urllib3.exceptions.HTTPError as error:
-            raise Failure("server_down", f"not reachable ({type(error).__name__})") from error
+            text = f"not reachable within {self.timeout_s:.0f} s ({type(error).__name__})"
+            raise Failure("server_down", text) from error
         if found.status == 200:
             with contextlib.suppress(ValueError):  # a text
                 return dict(found.json())
@@ -343,24 +345,20 @@ def _stacked(params: Params, config: TransformerConfig) -> Params:
 def _read(
     choice: Mapping[str, Any], versions: Sequence[int], settings: SamplingSettings
 ) -> Response:
-    """Return the response in a choice, or raise Failure if it does not fit the settings.
-
-    `versions` are those of the weights that sampled each token.
-    """
+    """Return the response in a choice with the versions of its tokens, or raise Failure."""
     ids, finish = choice.get("token_ids") or [], choice.get("finish_reason")
     content = (choice.get("logprobs") or {}).get("content") or []
     logprobs = np.array([x.get("logprob") for x in content], np.float32)
-    wrong = ""
-    if not ids or not all(isinstance(x, int) and x >= 0 for x in ids):
-        wrong = "has no token_ids: this server cannot return token IDs"
-    elif len(logprobs) != len(ids) or not (logprobs > -9999).all():  # vLLM's value of NaN
-        wrong = f"has {len(ids)} tokens without a finite log-prob of each"
-    elif len(versions) != len(ids):
-        wrong = f"has {len(ids)} tokens and weight_versions of {len(versions)}"
-    elif finish != "stop" and len(ids) != settings.max_new_tokens:
-        wrong = f"ends after {len(ids)} of {settings.max_new_tokens} tokens, by {finish!r}"
-    if wrong:
-        raise Failure("server_nonsense", f"the response {wrong}")
+    num, most, is_token = len(ids), settings.max_new_tokens, [isinstance(x, int) for x in ids]
+    for is_right, wrong in (
+        (num and all(is_token) and min(ids) >= 0, "no token_ids: this server cannot return them"),
+        (len(logprobs) == num, f"{num} tokens and {len(logprobs)} log-probs"),
+        ((logprobs > -9999).all(), "a log-prob that is not finite"),  # vLLM's value of NaN
+        (len(versions) == num, f"{num} tokens and weight_versions of {len(versions)}"),
+        (finish == "stop" or num == most, f"{num} of {most} tokens, and ends by {finish!r}"),
+    ):
+        if not is_right:
+            raise Failure("server_nonsense", f"the response has {wrong}")
     drawn_by = np.array(versions, np.int32)
     ends = finish == "stop", int(drawn_by.min()), int(drawn_by.max()), settings.temperature
     return Response(0, 0, np.array(ids, np.int32), logprobs, *ends, drawn_by)
@@ -391,11 +389,7 @@ class ServerSession:
         self.version = version
 
     def submit(
-        self,
-        prompt: np.ndarray,
-        keys: np.ndarray,
-        settings: SamplingSettings,
-        temperatures: np.ndarray,
+        self, prompt: np.ndarray, keys: np.ndarray, settings: SamplingSettings, temperatures: Any
     ) -> int:
         """Request responses to one prompt; arguments and result as of `Session.submit`."""
         number, server = self._num_submitted, self._server

@@ -6,6 +6,7 @@ import itertools
 import threading
 import time
 import types
+from concurrent.futures import Future
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 from fake_models import START_MODEL_LOGIT, load_folder, logprob_bound, scored_tokens
 
+from tba_jax import workers
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.keys import row_keys
 from tba_jax.decoding.requests import SamplingSettings
@@ -144,6 +146,16 @@ def test_limits_end_an_episode_that_keeps_its_reward(model):
     long = drawn(model, World(most=10), in_turn=False, max_turns=10)
     assert all(len(y.tokens) <= LIMIT for y in long)
     assert any(y.finish == "length" for y in long)
+
+
+def test_a_session_waits_no_longer_than_every_deadline(model, monkeypatch):
+    monkeypatch.setattr(workers, "START_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(World, "start", lambda *arguments: Future())
+    world = World()
+    world.timeout_s = 0.0
+    with pytest.raises(RuntimeError, match="no environment has answered for 0.5 s, longer than"):
+        drawn(model, world, in_turn=True)
+    world.close()
 
 
 def test_a_failure_is_a_rejection_of_its_episode_alone(model):

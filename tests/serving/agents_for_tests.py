@@ -11,10 +11,10 @@ import urllib3
 MEETING = threading.Barrier(2)  # of two episodes in one process
 
 
-def complete(base_url, prompt, **body):
+def complete(base_url, prompt, route="completions", **body):
     """The choice of a completion, or the code of its refusal."""
     body = {"prompt": prompt, "return_token_ids": True, "logprobs": 1, **body}
-    response = urllib3.request("POST", f"{base_url}/completions", json=body, timeout=60)
+    response = urllib3.request("POST", f"{base_url}/{route}", json=body, timeout=60)
     found = response.json()
     return found["choices"][0] if response.status == 200 else found["error"]["code"]
 
@@ -36,33 +36,41 @@ def talk(base_url, row):
 
 def arithmetic(base_url, row):
     """One turn; the reward is 1 for the right answer."""
-    choice = complete(base_url, row["prompt"])
-    return float(choice["text"].endswith(f"={row['answer']}"))
+    return float(complete(base_url, row["prompt"])["text"].endswith(f"={row['answer']}"))
 
 
 def misbehave(base_url, row):
     """Fail in the way that the row names."""
     kind, prompt = row["kind"], row["prompt"]
-    if kind == "no turn":
-        return 1.0
-    if kind == "idle":
-        time.sleep(1000)
-    if kind == "meet":
-        MEETING.wait(30)
-    if kind == "three at once":  # answered one after another
-        threads = [threading.Thread(target=complete, args=(base_url, prompt)) for _ in range(3)]
-        for act in (threading.Thread.start, threading.Thread.join):
-            list(map(act, threads))
-        return 1.0
+    match kind:
+        case "no turn":
+            return 1.0
+        case "idle":
+            time.sleep(1000)
+        case "meet":
+            MEETING.wait(30)
+        case "template":
+            messages = [{"role": "user", "content": f"<bos>{prompt}"}]
+            found = complete(base_url, None, "chat/completions", messages=messages)
+            assert found == "episode_ended"
+            return 1.0
+        case "three at once":  # answered one after another
+            threads = [threading.Thread(target=complete, args=(base_url, prompt)) for _ in "123"]
+            for act in (threading.Thread.start, threading.Thread.join):
+                list(map(act, threads))
+            return 1.0
     tokens = {"nonsense": [1, 10**6], "first token": [28, 16]}
-    most = "much" if kind == "error" else 1
-    choice = complete(base_url, tokens.get(kind, prompt), max_tokens=most)
+    choice = complete(base_url, tokens.get(kind, prompt), max_tokens=1)
     ids = [*choice["prompt_token_ids"], *choice["token_ids"]]
-    if kind == "hang":
-        Path(row["file"]).write_text(base_url)
-        time.sleep(1000)
-    if kind == "crash":
-        os._exit(3)
-    if kind == "turns":
-        assert [complete(base_url, ids, max_tokens=1) for _ in range(3)][2] == "episode_ended"
+    match kind:
+        case "error":
+            raise ValueError(kind)
+        case "hang":
+            Path(row["file"]).write_text(base_url)
+            time.sleep(1000)
+        case "crash":
+            os._exit(3)
+        case "turns":
+            found = [complete(base_url, ids, max_tokens=1) for _ in range(3)]
+            assert found[2] == "episode_ended"
     return "much" if kind == "type" else 1.0

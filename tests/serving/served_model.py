@@ -23,7 +23,7 @@ from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.remote.http_server import HttpServer, bind
 from tba_jax.run.model_parts import START_MODEL
 from tba_jax.serving.chat import make_chat_format
-from tba_jax.serving.protocol import ApiError, Served
+from tba_jax.serving.protocol import ApiError, Call, Served
 from tba_jax.serving.server import RequestQueue, make_application
 
 MAX_LENGTH, NUM_SLOTS = 256, 8
@@ -38,10 +38,16 @@ CHANGES = {
     "no log-probs": {"logprobs": False},
     "early end": {"max_tokens": 1},
 }
-ROUTES = (
-    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter", "/pause", "/resume", "/collective_rpc"),
-    *("/reset_prefix_cache", "/update_weight_version"),
-)
+LOADS = ("/v1/load_lora_adapter", "/collective_rpc")
+OTHERS = "/v1/unload_lora_adapter /pause /resume /reset_prefix_cache /update_weight_version".split()
+
+
+class Versioned(Call):
+    """A call whose response names the weights, as vLLM's does."""
+
+    def choice(self, index, update, *before):
+        span = {"version": self.served.model, "start": 0, "end": len(update.tokens)}
+        return super().choice(index, update, *before) | {"weight_versions": [span]}
 
 
 class ServedModel:
@@ -59,69 +65,61 @@ class ServedModel:
         chat = make_chat_format(self.tokenizer, "", {})
         self.served = Served("start", self.tokenizer, chat, ids["eos_ids"], MAX_LENGTH)
         self.faults, self.always, self.calls = [], "", []  # calls of routes that load weights
-        self.loaded, self.entries = {}, []  # queues of adapters; all queues with their sessions
-        self.weights, self.names = self.params, ["default"]  # of the model itself, by version
-        self.queue, self.session = self.open(self.params, "start")
+        self.sessions = []  # of queues
+        self.queue, self.session = self.open(self.params)
+        self.own, self.loaded = ("start", self.queue), {}  # the model itself; adapters by name
 
-    def open(self, params, name):
-        queue = RequestQueue(self.served._replace(model=name))
-        self.entries.append((queue, self.decoder.session(params, num_slots=NUM_SLOTS)))
-        return self.entries[-1]
+    def open(self, params):
+        entry = RequestQueue(self.served), self.decoder.session(params, num_slots=NUM_SLOTS)
+        self.sessions.append(entry)
+        return entry
 
     def application(self, token):
-        routes = [Route(path, self.control, methods=["POST"]) for path in ROUTES]
-        app = make_application(lambda episode: self.begin, self.served, token=token)
+        routes = [Route(path, self.control, methods=["POST"]) for path in (*LOADS, *OTHERS)]
+        app = make_application(lambda episode: self.sample, self.served, token=token)
         return Starlette(routes=[*routes, Mount("/", app)])
 
     async def control(self, request):
         """Answer on a route that loads weights."""
         path, body = request.url.path, await request.json()
         self.calls.append(path)
-        if self.always == "no loading" and path in ("/v1/load_lora_adapter", "/collective_rpc"):
+        if self.always == "no loading" and path in LOADS:
             return JSONResponse({"error": {"message": "LoRA is not enabled"}}, 500)
-        has_effect = self.always != "no effect"
+        params = self.params
         if path == "/v1/load_lora_adapter":
             config, adapters = adapter_files.read(Path(body["lora_path"]), self.config)
-            merged = lora.merge(self.params, adapters, config=config)
-            params = merged if has_effect else self.params
-            self.loaded[body["lora_name"]], _ = self.open(params, body["lora_name"])
+            if self.always != "no effect":
+                params = lora.merge(self.params, adapters, config=config)
+            self.loaded[body["lora_name"]], _ = self.open(params)
         elif path == "/v1/unload_lora_adapter":
             found = self.loaded.pop(body["lora_name"], None)
             return JSONResponse({}, 200 if found else 404)
-        elif path == "/collective_rpc":
-            folder = Path(body["kwargs"]["weights_path"])
-            found = hf_weights.load(folder, self.config, jnp.float32)
-            self.weights = found if has_effect else self.params
+        elif path == "/collective_rpc" and self.always != "no effect":
+            folder = body["kwargs"]["weights_path"]
+            if folder != "start":
+                params = hf_weights.load(Path(folder), self.config, jnp.float32)
+            self.own = self.own[0], self.open(params)[0]
         elif path == "/update_weight_version":
-            self.names.append(body["new_version"])
+            self.own = body["new_version"], self.own[1]
         return JSONResponse({})
 
-    async def begin(self, kind, body):
-        """Begin a request, as a `Scope` does, in the queue of its model."""
+    async def sample(self, kind, body):
+        """Sample as a `Sample` does, with the weights that the request names."""
         fault = self.faults.pop(0) if self.faults else self.always
         if isinstance(fault, int):
             raise ApiError("spoiled", status=fault)
         await asyncio.sleep(2.0 if fault == "late" else 0)
         if fault == "forgotten":  # as a server that was restarted
             self.loaded.clear()
-            self.weights, _ = self.params, self.names.append("default")
-        while self.session.version < len(self.names) - 1:
-            await asyncio.sleep(0.002)
-        body = {**body, **CHANGES.get(fault, {})}
-        call, updates = await self.loaded.get(body.get("model"), self.queue)(kind, body)
-        plain, name = call.choice, self.names[-1]
-
-        def choice(index, update, *before):
-            span = {"version": name, "start": 0, "end": len(update.tokens)}
-            return plain(index, update, *before) | {"weight_versions": [span]}
-
-        object.__setattr__(call, "choice", choice)
-        return call, shifted(updates) if fault == "shifted" else updates
-
-    def step(self):
-        if self.session.version < len(self.names) - 1:
-            self.session.swap(self.weights, len(self.names) - 1)
-        return any([queue.step(session) for queue, session in self.entries])
+            self.own = "start", self.queue
+        name, queue = self.own
+        if (model := body.get("model")) in self.loaded:
+            name, queue = model, self.loaded[model]
+            body = {**body, "model": ""}
+        async for call, i, update in queue(kind, {**body, **CHANGES.get(fault, {})}):
+            call = Versioned(**{**vars(call), "served": call.served._replace(model=name)})
+            shift = 0.05 * (fault == "shifted")
+            yield call, i, update._replace(token_logprobs=update.token_logprobs + shift)
 
     @contextlib.contextmanager
     def listening(self, token="", port=0):
@@ -134,8 +132,11 @@ class ServedModel:
 
     @contextlib.contextmanager
     def running(self):
+        def step():
+            return any([queue.step(session) for queue, session in self.sessions])
+
         stop = StopFlag()
-        worker = Worker("decoder", self.step, stop, idle_s=0.002).start()
+        worker = Worker("decoder", step, stop, idle_s=0.002).start()
         try:
             with self.listening() as found:
                 self.port, self.url = found.port, found.url
@@ -152,11 +153,6 @@ class ServedModel:
         response = urllib3.request(method, self.url + path, body=data, headers=headers, timeout=60)
         text = response.data.decode()
         return response.status, text if text.startswith("data:") else json.loads(text)
-
-
-async def shifted(updates):
-    async for i, update in updates:
-        yield i, update._replace(token_logprobs=update.token_logprobs + 0.05)
 
 
 def folder_with_template(folder, template=TEMPLATE):

@@ -77,19 +77,14 @@ def test_every_sampled_token_has_the_log_prob_of_the_weights_that_drew_it(model)
         assert (np.diff(of.astype(int)) == 1).sum() == 3 * len(starts)  # turns
 
 
-USER, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
-OTHER, NEXT = {"role": "assistant", "content": "d"}, {"role": "user", "content": "c"}
-
-
 def test_a_chat_continues_an_earlier_request_and_its_answer_only():
-    assert continues([USER, ANSWER, NEXT], [USER, ANSWER])
-    for messages in (
-        [NEXT, ANSWER, NEXT],  # another history: a renderer would not notice
-        [USER, OTHER, NEXT],
-        [USER, ANSWER, NEXT, ANSWER, NEXT],  # an answer that was not sampled here
-        [USER, NEXT],
-    ):
-        assert not continues(messages, [USER, ANSWER])
+    def chat(texts):  # capitals are the assistant's
+        roles = ["assistant" if text.isupper() else "user" for text in texts]
+        return [{"role": r, "content": text} for r, text in zip(roles, texts, strict=True)]
+
+    assert continues(chat("aBc"), chat("aB"))
+    # Another history, which a renderer would not notice; an answer that was not sampled here.
+    assert not any(continues(chat(texts), chat("aB")) for texts in ("cBc", "aDc", "aBcBc", "ac"))
 
 
 def test_a_template_that_drops_thinking_continues_no_turn_that_it_would_change(tmp_path):
@@ -127,13 +122,15 @@ def test_options_of_the_template_reach_prompts_and_agents(tmp_path):
     assert first.text.endswith("=1")
 
 
-# The first four have a worker each; the others share workers with an episode that fails.
+# The first four have a worker each; the others share workers with an episode that fails. The chat
+# format cannot read a message; the other episodes have no messages.
 ENDS = {
     "hang": "environment_timeout",
     "crash": "environment_crash",
     "idle": "environment_timeout",
     "good": None,
     "error": "environment_error",
+    "template": "environment_template",
     "no turn": "environment_no_turn",
     "nonsense": "environment_request",
     "first token": "environment_first_token",
@@ -143,7 +140,13 @@ ENDS = {
 }
 
 
-def test_each_failure_is_a_rejection_by_its_name_and_costs_no_other_episode(model, tmp_path, capfd):
+def test_each_failure_is_a_rejection_by_its_name_and_costs_no_other_episode(
+    model, tmp_path, capfd, monkeypatch
+):
+    def read(*arguments):
+        raise ValueError("no message")
+
+    monkeypatch.setattr(ChatFormat, "read", read)
     file, found = tmp_path / "late", {}
     rows = [{"prompt": "7+5-3=", "kind": kind, "file": str(file)} for kind in ENDS]
     with pool_of(model, "misbehave", max_turns=3) as environments:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The HTTP routes over a real decode session: exact tokens, streams, refusals, lost clients."""
 
+import concurrent.futures
 import json
 import socket
 import time
@@ -18,7 +19,7 @@ from tba_jax.serving.chat import ChatFormat
 from tba_jax.serving.protocol import ApiError, Update, parse
 
 GENERATE, TEXT, CHAT = "/inference/v1/generate", "/v1/completions", "/v1/chat/completions"
-MESSAGES = [{"role": "user", "content": "7+5-3"}]
+MESSAGES, ONE = [{"role": "user", "content": "7+5-3"}], {"prompt": "1"}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
 
 
@@ -26,75 +27,88 @@ def client_of(model):
     return openai.OpenAI(base_url=f"{model.url}/v1", api_key="secret", max_retries=0)
 
 
-@pytest.mark.parametrize(
-    ("path", "prompt"),
-    [(GENERATE, {"token_ids": PROMPT}), (TEXT, {"prompt": PROMPT}), (CHAT, {"messages": MESSAGES})],
-)
-def test_tokens_and_log_probs_are_those_of_the_engine(model, path, prompt):
+def update_of(model, text, finish=""):
+    tokens = model.tokenizer.encode(text, add_bos=False)
+    return Update(tokens, np.zeros(len(tokens), np.float32), finish)
+
+
+BODIES = {
+    GENERATE: {"token_ids": PROMPT},
+    TEXT: {"prompt": PROMPT},
+    CHAT: {"messages": MESSAGES, "stop": ["7", "1"]},
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_tokens_and_log_probs_are_those_of_the_engine_also_in_a_stream(model, path):
     given = {"max_tokens": 9, "top_p": 0.9, "seed": 2**32 - 1, "logprobs": True, "n": 2}
-    given |= {"return_token_ids": True}
-    found = model.ask(path, prompt | ({"sampling_params": given} if path == GENERATE else given))[1]
+    body = BODIES[path] | given | {"return_token_ids": True}
+    found = model.ask(path, body)[1]
     start = np.array(PROMPT[path == CHAT :], np.int32)  # the template has no first token
     own = {"settings": SamplingSettings(9, top_p=0.9), "num_slots": NUM_SLOTS, "num_samples": 2}
     (wanted,) = model.decoder.decode(model.params, [start], key=jax.random.key(2**32 - 1), **own)
     # Another number of slots is another program.
     bound = logprob_bound(model.config, len(PROMPT) + 9, START_MODEL_LOGIT)
     for choice, y in zip(found["choices"], wanted, strict=True):
-        tokens, logprobs = y.tokens.tolist(), choice["logprobs"]
-        assert choice["token_ids"] == tokens
-        assert choice["finish_reason"] == ("stop" if y.has_eos else "length")
+        tokens, logprobs = choice["token_ids"], choice["logprobs"]
+        assert tokens == y.tokens[: len(tokens)].tolist()
+        assert path == CHAT or len(tokens) == len(y.tokens)
         values = logprobs.get("token_logprobs") or [x["logprob"] for x in logprobs["content"]]
-        np.testing.assert_allclose(values, y.token_logprobs, rtol=0, atol=bound)
+        own = y.token_logprobs[: len(tokens)]
+        np.testing.assert_allclose(values, own, rtol=0, atol=bound)
         if path == GENERATE:
-            names = [each["token"] for each in logprobs["content"]]
-            assert names == [f"token_id:{token}" for token in tokens]
-        else:
-            text = choice["text"] if path == TEXT else choice["message"]["content"]
-            assert text == model.tokenizer.decode(tokens)
-    assert found["usage"]["completion_tokens"] == sum(len(y.tokens) for y in wanted)
-
-
-@pytest.mark.parametrize(
-    "body", [{"prompt": "7+5-3="}, {"messages": MESSAGES, "stop": ["7", "1"], "logprobs": True}]
-)
-def test_a_stream_to_the_client_of_openai_has_the_tokens_and_text_of_a_response(model, body):
-    is_chat = "messages" in body
-    body = {"model": "start", "max_tokens": 40, "n": 2, "seed": 5} | body
+            assert logprobs["content"][0]["token"] == f"token_id:{tokens[0]}"
+    assert found["usage"]["completion_tokens"] == sum(len(x["token_ids"]) for x in found["choices"])
+    if path == GENERATE:
+        return
     with model.listening("secret") as guarded, client_of(guarded) as client:
-        create = client.chat.completions.create if is_chat else client.completions.create
-        whole = create(**body, extra_body={"return_token_ids": True})
-        options = {"stream": True, "stream_options": {"include_usage": True}}
-        *chunks, last = create(**body, **options, extra_body={"return_token_ids": True})
-    assert (last.usage, last.choices) == (whole.usage, [])
-    for choice in whole.choices:
-        own = [c for chunk in chunks for c in chunk.choices if c.index == choice.index]
-        assert sum((c.token_ids for c in own), []) == choice.token_ids
-        text = choice.message.content if is_chat else choice.text
-        assert "".join(c.delta.content if is_chat else c.text for c in own) == text
-        assert own[-1].finish_reason == choice.finish_reason
-        assert not any(stop in text for stop in body.get("stop", ()))
-        assert not is_chat or len(choice.logprobs.content) == len(choice.token_ids)
+        of = client.chat.completions if path == CHAT else client.completions
+        body |= {"model": "start", "stream": True, "stream_options": {"include_usage": True}}
+        more = {name: body.pop(name) for name in ("return_token_ids",)}
+        *chunks, last = of.create(**body, extra_body=more)
+    assert (last.usage.model_dump(exclude_none=True), last.choices) == (found["usage"], [])
+    for choice in found["choices"]:
+        own = [c for chunk in chunks for c in chunk.choices if c.index == choice["index"]]
+        assert sum((c.token_ids for c in own), []) == choice["token_ids"]
+        text = choice["message"]["content"] if path == CHAT else choice["text"]
+        assert "".join(c.delta.content if path == CHAT else c.text for c in own) == text
+        assert own[-1].finish_reason == choice["finish_reason"]
+        if path == TEXT:
+            assert text == model.tokenizer.decode(choice["token_ids"])
+
+
+def test_requests_at_one_time_end_at_their_own_stop_texts(model):
+    body = {"prompt": "7+5-3=", "max_tokens": 40, "n": 4, "seed": 5, "ignore_eos": True}
+    body |= {"skip_special_tokens": False}
+    whole = [choice["text"] for choice in model.ask(TEXT, body)[1]["choices"]]
+    stops = ["=", "1", "<eos>", "-", "+", "7", "2", "3"]
+    with concurrent.futures.ThreadPoolExecutor(len(stops)) as pool:  # twice as many as slots
+        found = pool.map(lambda stop: model.ask(TEXT, {**body, "stop": stop})[1], stops)
+    for stop, answer in zip(stops, found, strict=True):
+        for choice, text in zip(answer["choices"], whole, strict=True):
+            assert choice["text"] == text.partition(stop)[0]
+            assert (choice["finish_reason"] == "stop") == (stop in text)
 
 
 class Adds(ChatFormat):
-    """A format whose responses call a tool; real ones: test_chat_tools."""
+    """A format whose responses call the tool, or cannot be read; real ones: test_chat_tools."""
 
     def prompt(self, chat):
         return np.full(1 + len(chat.tools), 5)
 
     def read(self, tokens, text, prompt, tools):
+        if not tools:
+            raise TypeError("no message")
         call = {"id": "a", "type": "function", "function": {"name": "add", "arguments": "{}"}}
         return {"role": "assistant", "content": "", "tool_calls": [call]}, []
 
 
-@pytest.mark.parametrize("streams", [False, True])
-def test_tool_calls_are_parts_of_the_message(model, streams):
-    served = model.served._replace(chat=Adds(model.tokenizer))
+@pytest.mark.parametrize("kind", ["delta", "message"])
+def test_tool_calls_are_parts_of_the_message(model, kind):
+    served, streams = model.served._replace(chat=Adds(model.tokenizer)), kind == "delta"
     body = {"messages": MESSAGES, "tools": [{"type": "function"}], "stream": streams}
     assert len(parse("chat", {**body, "tool_choice": "none"}, served, 0).prompt) == 1
-    call, update = parse("chat", body, served, 0), Update(np.ones(2, int), np.zeros(2), "stop")
-    assert len(call.prompt) == 2
-    kind = "delta" if streams else "message"
+    call, update = parse("chat", body, served, 0), update_of(model, "12", "stop")
     before = call.choice(0, update._replace(finish=""))["delta"] if streams else {}
     assert "content" not in before  # a call may be begun
     choice = call.choice(0, update)
@@ -104,17 +118,23 @@ def test_tool_calls_are_parts_of_the_message(model, streams):
     assert call.choice(0, update._replace(finish="length"))["finish_reason"] == "length"
 
 
+def test_an_unexpected_failure_is_an_error_of_the_server(model, monkeypatch, capfd):
+    monkeypatch.setattr(model.queue, "_served", model.served._replace(chat=Adds(model.tokenizer)))
+    status, answer = model.ask(CHAT, {"messages": MESSAGES, "max_tokens": 1})
+    assert status == 500 and answer["error"]["type"] == "server_error"
+    assert "TypeError: no message" in answer["error"]["message"]
+    assert "Traceback" in capfd.readouterr().err
+
+
 def test_a_stream_holds_back_what_may_begin_a_stop_string_or_a_character(model, tmp_path):
-    call = parse("completions", {"prompt": "1", "stop": ["7+"], "stream": True}, model.served, 0)
-    update = Update(model.tokenizer.encode("1-7", add_bos=False), np.zeros(3, np.float32))
+    call = parse("completions", {**ONE, "stop": ["7+"], "stream": True}, model.served, 0)
+    update = update_of(model, "1-7")
     assert call.choice(0, update)["text"] == "1-"
     assert call.choice(0, update._replace(finish="length"), update)["text"] == "7"
     served = model.served._replace(tokenizer=qwen_like_tokenizer(tmp_path))
     half = Update(served.tokenizer.encode("é", add_bos=False)[:1], np.zeros(1, np.float32))
-    body = {"prompt": "1", "stream": True}
-    assert parse("completions", body, served, 0).choice(0, half)["text"] == ""
-    found = parse("generate", {"token_ids": [1]}, served, 0).choice(0, half)
-    assert found["logprobs"]["content"][0]["bytes"] == [0xC3]
+    found = parse("completions", {**ONE, "stream": True, "logprobs": 1}, served, 0).choice(0, half)
+    assert found["text"] == "" and len(found["logprobs"]["tokens"]) == 1
 
 
 # Parameters, with the sampling settings or the text of "7+5-3=" and an end that they give.
@@ -126,26 +146,25 @@ HONOURED = [
     ({"presence_penalty": 0, "min_p": None, "user": "me"}, {"temperature": 1.0, "top_p": 1.0}),
     ({}, "7+5-3="),
     ({"skip_special_tokens": False}, "7+5-3=<eos>"),
-    ({"stop": "5"}, "7+"),
     ({"stop": ["-3", "5-"], "include_stop_str_in_output": True}, "7+5-"),
 ]
 OF_RUN = [{"temperature": 1.0}, {"n": 2}, {"seed": 1}, {"stop_token_ids": [5]}, {"min_tokens": 1}]
 
 
 def test_parameters_are_honoured_and_those_of_a_training_run_are_its_own(model):
-    update = Update(np.array([*PROMPT[1:], 2], np.int32), np.zeros(7, np.float32), "stop")
+    update = update_of(model, "7+5-3=<eos>", "stop")
     for body, wanted in HONOURED:
-        call = parse("completions", {"prompt": "1", **body}, model.served, 0)
+        call = parse("completions", ONE | body, model.served, 0)
         if isinstance(wanted, str):
             assert call.choice(0, update)["text"] == wanted
         else:
             assert vars(call.settings).items() >= wanted.items()
     run = model.served._replace(sampling=SamplingSettings(9, temperature=0.7))
-    body = {"prompt": "1", "temperature": 0.7, "n": 1, "stop_token_ids": [2]}
+    body = ONE | {"temperature": 0.7, "n": 1, "stop_token_ids": [2]}
     assert parse("completions", body, run, 0).settings.temperature == 0.7
     for body in OF_RUN:
         with pytest.raises(ApiError, match=f"{min(body)} = .*: the training run has"):
-            parse("completions", {"prompt": "1", **body}, run, 0)
+            parse("completions", ONE | body, run, 0)
     content = [{"type": "text", "text": text} for text in "7+"]
     body = {"messages": [{"role": "user", "content": content}], "add_special_tokens": False}
     body |= {"chat_template_kwargs": {"ending": 1}, "response_format": {"type": "text"}}
@@ -158,11 +177,9 @@ UNSUPPORTED += "guided_json structured_outputs response_format add_generation_pr
 BAD_MESSAGES = [
     "hi",
     [{"content": "a"}],
-    [{"role": "user", "content": 5}],
     [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
     [{"role": "user", "tool_calls": [3]}],
 ]
-ONE = {"prompt": "1"}
 # Body of a refused request, and the refusal, which begins with the name of the parameter.
 REFUSED = [
     ("/v1/nothing", {}, 404, "there is no route POST /v1/nothing"),
@@ -172,13 +189,15 @@ REFUSED = [
     (TEXT, {}, 400, "prompt: wanted a text or a list of token IDs"),
     (TEXT, {"prompt": ["1", "2"]}, 400, "prompt = ['1', '2']: wanted a text or"),
     (TEXT, {"prompt": []}, 400, "the prompt is empty"),
+    (TEXT, {"prompt": [10**6]}, 400, "token"),
     (TEXT, ONE | {"max_tokens": 0}, 400, "max_tokens = 0: Input should be"),
     (TEXT, ONE | {"max_tokens": 10**6}, 400, "maximum context length"),
+    (TEXT, ONE | {"temperature": -1}, 400, "temperature = -1: Input should be greater"),
     (TEXT, ONE | {"n": 10**9}, 400, "n = 1000000000: Input should be less than or equal to 128"),
     (TEXT, ONE | {"stop_token_ids": [*range(40)]}, 400, "should have at most 32 items"),
     (TEXT, ONE | {"logprobs": 5}, 400, "logprobs = 5: wanted 1 or true"),
     (TEXT, ONE | {"model": "gpt"}, 404, "does not exist"),
-    (GENERATE, {"token_ids": [-1]}, 400, "token_ids = [-1]: wanted a list of token IDs"),
+    (GENERATE, {"token_ids": [-1]}, 400, "token_ids = [-1]: Input should be greater than"),
     (CHAT, {"messages": MESSAGES, "tools": [{}]}, 400, "tools: the tool format"),
     (CHAT, {"messages": MESSAGES, "chat_template_kwargs": {"x": 1}}, 400, "reads no ['x']"),
     *(
@@ -206,8 +225,6 @@ def test_who_may_send(model):
         assert guarded.ask("/v1/models")[0] == guarded.ask(TEXT, body)[0] == 401
         assert guarded.ask(TEXT, body, {"authorization": "Bearer secret", **text})[0] == 200
         assert [card.id for card in client.models.list()] == ["start"]
-        with pytest.raises(openai.NotFoundError, match="does not exist"):
-            client.completions.create(model="other", prompt="a")
         with pytest.raises(openai.AuthenticationError, match="no valid token"):
             client.with_options(api_key="no").models.list()
 
