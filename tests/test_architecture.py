@@ -165,7 +165,7 @@ LIMITS = {
     "decoding": 1309,
     "config": 1062,
     "presets": 475,
-    "remote": 1025,
+    "remote": 1027,
     "run": 3038,
     "planning": 2300,
     "tasks": 1312,

@@ -119,7 +119,7 @@ class Owner:
         self._again = set[int]()  # numbers that were lost
         self._open: dict[int, int] = {}  # number of a ticket -> searcher
         self._results: dict[int, Result] = {}  # not merged yet, by number
-        self._num_bytes = self._num_generated = self._num_lost = 0
+        self._num_bytes = self._num_generated = self._num_lost = self._num_duplicates = 0
         self._allowed: tuple[int, int] | None = None  # tickets and version, with driver=sync
         self._most_each = 0  # open tickets of a searcher, with driver=sync
         self._step = self._num_fresh = self._num_begun = 0
@@ -251,7 +251,8 @@ class Owner:
             self._again.remove(number)
             self._num_lost -= self.settings.samples_per_prompt
         elif self._open.pop(number, None) is None:
-            return  # it was received before
+            self._num_duplicates += 1
+            return
         self._results[number] = result
         self._num_bytes += result.num_bytes
         self._num_generated += result.generated
@@ -431,6 +432,7 @@ class Owner:
                 "joins": self._num_joins,
                 "searchers_lost": self._num_searchers_lost,
                 "lost": self._num_lost // self.settings.samples_per_prompt,
+                "duplicates": self._num_duplicates,
             }
         return {f"fleet/{name}": float(count) for name, count in counts.items()}
 

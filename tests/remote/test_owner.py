@@ -45,6 +45,7 @@ def test_tickets_are_numbered_prompts_and_a_repeated_result_is_dropped():
     put(house, 1, 2, 3)
     house.merge()
     assert house.merged == [0, 1, 2, 4, 3]
+    assert house.owner.metrics()["fleet/duplicates"] == 2
     house.check()
 
 
