@@ -199,27 +199,33 @@ def test_settings_that_are_wrong_or_not_implemented_are_refused_by_name(name, ch
 # Settings of golden models as files of transformers 4 and of the hub have them: under other names,
 # or not at all where the default holds.
 LLAMA_3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+LLAMA_3["original_max_position_embeddings"] = 32
+# The rotary settings of old config files and their newer form; no value is a default.
 OLD_FILES = {
-    "qwen2": {"rope_theta": 1e6, "rope_scaling": None, "sliding_window": 4096},
-    "llama3": {
-        "rope_theta": 10000.0,
-        "rope_scaling": LLAMA_3 | {"original_max_position_embeddings": 32},
-    },
-    "gpt_neox": {"rotary_pct": 0.25, "rotary_emb_base": 10000},
-    "gpt2": {"n_inner": None, "n_ctx": 128, "task_specific_params": {"text-generation": {}}},
+    "qwen2": (
+        {"rope_theta": 5e5, "rope_scaling": None, "sliding_window": 4096},
+        {"rope_type": "default", "rope_theta": 5e5},
+    ),
+    "llama3": ({"rope_theta": 5e5, "rope_scaling": LLAMA_3}, LLAMA_3 | {"rope_theta": 5e5}),
+    "gpt_neox": (
+        {"rotary_pct": 0.5, "rotary_emb_base": 25000},
+        {"rope_type": "default", "rope_theta": 25000, "partial_rotary_factor": 0.5},
+    ),
+    "gpt2": ({"n_inner": None, "n_ctx": 128}, None),
 }
 NEWER = {"architectures", "dtype", "layer_types", "rope_parameters", "transformers_version"}
 
 
 @pytest.mark.parametrize("name", OLD_FILES)
 def test_config_files_of_older_versions_are_read(name):
-    settings = golden_settings(name)
+    given, rope = OLD_FILES[name]
+    settings = golden_settings(name, rope_parameters=rope)
     absent = NEWER | ({"tie_word_embeddings"} if name.startswith("gpt") else set())
     old = {field: value for field, value in settings.items() if field not in absent}
     want = families.transformer_config(settings)
     if name == "gpt2":
         want = dataclasses.replace(want, mlp_size=4 * want.hidden_size)
-    old |= {"torch_dtype": "bfloat16", **OLD_FILES[name]}
+    old |= {"torch_dtype": "bfloat16", **given}
     assert families.transformer_config(old) == want
 
 

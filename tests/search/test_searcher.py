@@ -117,6 +117,7 @@ def test_given_responses_are_scored_first_as_if_they_were_drawn_and_then_it_draw
             # Float32: one forward pass over whole sequences against a cache, token by token.
             wanted = z.behavior_token_logprobs
             np.testing.assert_allclose(y.behavior_token_logprobs, wanted, atol=2e-4)
+            assert (y.behavior_token_logprobs < 0).all()  # the stop token is scored too
             assert (y.reward, y.finish_reason, y.version_min) == (z.reward, "eos", 0)
             assert y.sampling_temperature == z.sampling_temperature == 1.0
     assert sum(map(len, whole)) > 8 and len(results) == 7
