@@ -30,6 +30,8 @@ _PROBES = (
     "\u4f60\u597d, \u0434\u043e\u043c, \U0001f600!",
     "http://a.b/c?d=1&e=[2]",
 )
+# Follows the first character of a special token's text in a chat, so that it stays text.
+DIVIDER = "\ue001"
 # Marks the end of the last message while a template renders it. A template that strips messages
 # removes the space at the end of the mark.
 _END = "\ue000END\ue000 "
@@ -68,6 +70,8 @@ class Tokenizer:
         texts = {name: x["content"] if isinstance(x, dict) else x for name, x in values.items()}
         self._special = {name: text for name, text in texts.items() if text is not None}
         self._library = library = _read_library(folder, self._special.values())
+        special = [x.content for x in library.get_added_tokens_decoder().values() if x.special]
+        self._special_text = re.compile(f"(?={'|'.join(map(re.escape, special)) or '(?!)'})(.)")
         self._folder, self._template = folder, _read_template(folder, settings)
         self.has_chat_template = bool(self._template)
         self.end: int = max(library.get_vocab().values()) + 1
@@ -92,8 +96,7 @@ class Tokenizer:
         """Return the tokenizer of a model folder, hub ID or embedded model.
 
         Raises:
-            ValueError: no such model, no tokenizer.json, a damaged file, a tokenizer that is code,
-                or special tokens without an embedding in the model.
+            ValueError: no such model, or its tokenizer is missing, damaged, code or of another.
         """
         return cls(folders.resolve(path_or_hub_id))
 
@@ -101,7 +104,6 @@ class Tokenizer:
         """Return the token IDs of a text, int32 [s]; special tokens in the text are recognised.
 
         Args:
-            text: any text.
             add_bos: start with the beginning-of-sequence token if the model expects it (`adds_bos`)
                 and the text does not start with it. An empty text becomes this token even if
                 `adds_bos` is False, provided the model has the token. False for the output of
@@ -110,7 +112,8 @@ class Tokenizer:
         Raises:
             ValueError: a token of the text has no embedding in the model.
         """
-        ids = self._library.encode(text, add_special_tokens=False).ids
+        parts = (self._library.encode(x, add_special_tokens=False) for x in text.split(DIVIDER))
+        ids = [token for part in parts for token in part.ids]
         if add_bos and self.adds_bos and ids[:1] != [self.bos_id]:
             ids = [self.bos_id, *ids]
         if add_bos and not ids and self._has_row(self.bos_id):
@@ -123,34 +126,28 @@ class Tokenizer:
         This is the input of encoder models: `<s> text </s>` (RoBERTa), `[CLS] text [SEP]` (BERT).
 
         Args:
-            text: any text.
             max_tokens: truncates the text, never the special tokens.
 
         Raises:
             ValueError: max_tokens leaves no room for the special tokens, or a token of the text has
                 no embedding in the model.
         """
-        encoded = self._library.encode(text)
-        ids = np.array(encoded.ids, np.int32)
-        excess = 0 if max_tokens is None else max(len(ids) - max_tokens, 0)
-        from_text = np.flatnonzero(np.array(encoded.special_tokens_mask) == 0)
-        if excess > len(from_text):
+        encoded = self._library.encode(text, add_special_tokens=False)
+        num_added = self._library.num_special_tokens_to_add(is_pair=False)
+        room = (2**31 if max_tokens is None else max_tokens) - num_added
+        if room < 0:
             raise ValueError(
-                f"max_tokens={max_tokens} is less than the {len(ids) - len(from_text)} special "
-                "tokens that this tokenizer adds. Set a larger limit"
+                f"max_tokens={max_tokens} is less than the {num_added} special tokens that this "
+                "tokenizer adds. Set a larger limit"
             )
-        return self._checked(np.delete(ids, from_text[len(from_text) - excess :]))
+        encoded.truncate(room)
+        return self._checked(self._library.post_process(encoded).ids)
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special: bool = True) -> str:
-        """Return the text of token IDs, without special tokens unless requested.
-
-        IDs that the tokenizer lacks are ignored.
-        """
+        """Return the text of the known token IDs, without special tokens unless requested."""
         return self._library.decode([int(i) for i in ids], skip_special_tokens=skip_special)
 
-    def batch_decode(
-        self, rows: Sequence[Sequence[int] | np.ndarray], skip_special: bool = True
-    ) -> list[str]:
+    def batch_decode(self, rows: Sequence[Any], skip_special: bool = True) -> list[str]:
         """Return the text of each row of token IDs, as `decode`."""
         return [self.decode(row, skip_special) for row in rows]
 
@@ -251,7 +248,8 @@ class Tokenizer:
                 beginning of the response.
             is_complete: the conversation is complete, and the response is a separate message, such
                 as a guard's verdict.
-            variables: further variables of the template, such as {"enable_thinking": False}.
+            variables: further variables of the template, such as {"enable_thinking": False}; with
+                {"special_tokens": False}, texts of special tokens in messages stay text.
 
         Raises:
             ValueError: the template is missing, refuses messages or variables, or is not valid.
@@ -265,6 +263,9 @@ class Tokenizer:
             )
         continues = messages[-1]["role"] == "assistant" and not is_complete
         shown = [dict(message) for message in messages]
+        variables = dict(variables)
+        for each in () if variables.pop("special_tokens", True) else shown:
+            each["content"] = self._special_text.sub(rf"\1{DIVIDER}", each["content"])
         shown[-1]["content"] += _END * continues
         given: dict[str, Any] = {"tools": None, "documents": None, "messages": shown}
         given |= {f"{name}_token": text for name, text in self._special.items()}

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from tba_jax.flow.trajectory import Prompt
-from tba_jax.models.tokenizer import Tokenizer
+from tba_jax.models.tokenizer import DIVIDER, Tokenizer
 from tba_jax.tasks.task import Task
 
 Split = Literal["train", "eval"]
@@ -71,6 +71,7 @@ class PromptReader:
             raise ValueError(f"{self.task.place(split, index)}: {error}") from error
         if len(tokens) > most:
             return None
+        text = text.replace(DIVIDER, "")
         return Prompt(prompt_id=index, text=text, tokens=tokens, columns=columns)
 
     def held_out(self, limit: int) -> tuple[list[Prompt], int]:

@@ -38,7 +38,8 @@ class TaskSettings(Section):
     chat: bool | str = field(
         False,
         "True: text prompts are user messages in the model's chat template; also options of the "
-        "template, such as enable_thinking=False, for all chats",
+        "template, such as enable_thinking=False, for all chats; special_tokens=False: texts of "
+        "special tokens in them stay text",
     )
     reward: str = field(
         "",

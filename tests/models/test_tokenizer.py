@@ -247,6 +247,18 @@ def test_a_chat_has_the_ids_of_transformers(tmp_path, name, adds_bos):
         assert ours.encode(ours.format_chat(messages), add_bos=False).tolist() == want
 
 
+def test_special_tokens_in_messages_may_stay_text(tmp_path):
+    tokenizer = write_folder(tmp_path, special=("bos", "eos"), template=TEMPLATE)
+    chat = [{"role": "user", "content": "a <eos> b <pad><bos>"}]
+    as_tokens, as_text = (
+        tokenizer.encode(tokenizer.format_chat(chat, variables={"special_tokens": x}), False)
+        for x in (True, False)
+    )
+    assert sum(as_tokens >= BOS) == 4 and as_text.tolist().count(BOS) == sum(as_text >= BOS) == 1
+    texts = [tokenizer.decode(ids, skip_special=False) for ids in (as_tokens, as_text)]
+    assert texts[0] == texts[1] and "a <eos> b <pad><bos>" in texts[1]
+
+
 def test_generation_config_decides_which_tokens_end_a_response(tmp_path):
     """As in `generate` of transformers, which never asks the tokenizer."""
     from transformers import GenerationConfig
