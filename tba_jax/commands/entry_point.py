@@ -34,13 +34,13 @@ def end_with_parent() -> None:
 
 
 def make_parser(name: str, description: str | None) -> argparse.ArgumentParser:
-    """Return a parser without arguments for `python -m tba_jax NAME`.
+    """Return a parser without arguments for a command or for a module such as "bench.decode".
 
     Args:
         description: text of --help; its lines stay as they are.
     """
     return argparse.ArgumentParser(
-        prog=f"python -m tba_jax {name}",
+        prog=f"python -m tba_jax{'.' if '.' in name else ' '}{name}",
         description=description,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
