@@ -29,9 +29,10 @@ def client(request, model, tmp_path):
 
     def make(url="", **options):
         options = {"eos_ids": (2,), "longest": 64, "timeout_s": 60.0, **options}
+        dtype = options.pop("dtype", "float32")
         url = (url or model.url) + "/v1" * bool(model.policy.adapters)
         start = models.describe(str(START_MODEL))
-        made.append(InferenceServer(url, start, model.policy, "float32", folder, **options))
+        made.append(InferenceServer(url, start, model.policy, dtype, folder, **options))
         return made[-1]
 
     yield make
@@ -142,6 +143,13 @@ def test_a_failure_that_stays_ends_the_run_in_time(model, client):
     model.always = 500
     with pytest.raises(ServerError, match="in 1 s.*run the same command again to continue"):
         assert_sampled(model, session, 3, seed=5)
+
+
+def test_a_server_may_round_as_bfloat16_and_must_load_every_matrix(model, client):
+    client(dtype="bfloat16").check()
+    model.always = "no effect" if model.policy.adapters else "old norm"
+    with pytest.raises(ValueError, match="differ from ours by .* wanted at most 0.[01]"):
+        client(dtype="bfloat16").check()
 
 
 @pytest.mark.parametrize(
