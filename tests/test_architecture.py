@@ -196,7 +196,7 @@ TEST_LIMITS = {
     ("planning",): 588,
     ("report", "commands"): 1046,
     ("config",): 443,
-    ("serving",): 1049,
+    ("serving",): 1059,
     ("remote",): 692,
     ("run",): 1134,  # what a config.json alone means; the start model of resumed runs
     OTHERS: 2080,
