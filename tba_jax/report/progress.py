@@ -144,7 +144,9 @@ class ProgressDisplay:
         if self._first_eval is not None:
             ends = [self._first_eval, last[f"eval/{self._metric}"]]
             texts = dict.fromkeys(format_metric(self._metric, x) for x in ends)
-            fields.append(f"held-out {metric_label(self._metric)} {' -> '.join(texts)}")
+            lost = last.get("eval/num_failed", 0)
+            detail = f" ({lost:.0f} responses without reward)" if lost else ""
+            fields.append(f"held-out {metric_label(self._metric)} {' -> '.join(texts)}{detail}")
         parts = [f"{x.removeprefix(_PART)} {last[x]:.3f}" for x in last if x.startswith(_PART)]
         detail = f" ({', '.join(parts)})" if parts else ""
         add("reward {:.3f}", "search/reward_mean", "train/reward_mean", details=detail)

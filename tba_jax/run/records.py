@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Logs of a run: metrics.jsonl, responses of evenly spaced steps in samples.jsonl, callbacks."""
 
+import inspect
 import itertools
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -15,6 +16,7 @@ from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.report.jsonl import JsonlWriter
 from tba_jax.report.progress import ProgressDisplay
 from tba_jax.report.writers import MultiWriter
+from tba_jax.settings import ConfigError
 from tba_jax.train.trainer import Shown
 
 MOST_STEPS = 200
@@ -137,9 +139,14 @@ def combined(
     """Return a function of (step, values) that returns the numbers of all callbacks by name.
 
     An error of a callback does not end the run: `note` shows it, and the callback is not called
-    again.
+    again. Raises ConfigError if a callback does not take these arguments.
     """
-    working = list(callbacks)
+    for each in (working := list(callbacks)):
+        try:
+            inspect.signature(each).bind("step", "values")
+        except (TypeError, ValueError) as error:
+            name = getattr(each, "__name__", each)
+            raise ConfigError(f"callback {name}: {error}. Write {name}(step, values)") from error
 
     def call(step: int, values: Mapping[str, Any]) -> dict[str, float]:
         found: dict[str, float] = {}
@@ -153,8 +160,7 @@ def combined(
                 where = "".join(traceback.format_exception(error)).rstrip()
                 note(
                     f"callback {name} raised {type(error).__name__}: {error}. The run continues "
-                    f"without it. Write def {name}(step, values) that returns numbers by name, or "
-                    f"None\n{where}"
+                    f"without it. Return numbers by name, or None\n{where}"
                 )
         return found
 

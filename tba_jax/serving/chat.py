@@ -33,6 +33,7 @@ class ChatFormat:
     """
 
     stop_ids: tuple[int, ...] = ()  # that end a message, in addition to the model's stop tokens
+    has_parts = False  # whether `read` divides the text of a response, so that it must be whole
 
     def __init__(self, tokenizer: Tokenizer, options: Mapping[str, Any] = {}) -> None:
         self._tokenizer, self._options = tokenizer, options
@@ -68,6 +69,7 @@ class RendererFormat(ChatFormat):
 
     def __init__(self, tokenizer: Tokenizer, name: str, options: Mapping[str, Any] = {}) -> None:
         super().__init__(tokenizer, options)
+        self.has_parts = True
         try:
             self._library = importlib.import_module("renderers")
             configs = importlib.import_module("renderers.configs")

@@ -291,12 +291,12 @@ class Call:
         added = self._text(update)[len(self._text(before)) :]
         if self.kind == "completions":
             return choice | {"text": added}
-        # Tool calls are read from whole messages, so a stream with tools has its text at the end.
-        if not request.stream or (self.chat.tools and update.finish):
+        # Thinking and tool calls are read from whole messages: a stream has them at its end.
+        if not request.stream or (self.served.chat.has_parts and update.finish):
             message = self.message(update)
         else:
             role: dict[str, Any] = {} if start else {"role": "assistant"}
-            message = role if self.chat.tools else {**role, "content": added}
+            message = role if self.served.chat.has_parts else {**role, "content": added}
         for i, call in enumerate(message.get("tool_calls", ())):
             call |= {"index": i} if request.stream else {}
             choice["finish_reason"] = update.finish.replace("stop", "tool_calls")

@@ -169,7 +169,8 @@ def test_plain_lines_come_at_intervals_and_what_is_new_at_once():
     values = {"reward_mean": 0.5, "reward_part_right": 0.4, "kind_share": 0.4, "tokens_per_s": 8123}
     values |= {"response_length_mean": 9.0, "cut_share": 0.25, "equal_rewards_share": 0.75}
     values = {f"search/{name}": value for name, value in values.items()}
-    display.write(24, {"eval/pass_at_1": 0.523, "train/kl_reference": 0.0123, **values})
+    values |= {"eval/num_failed": 2, "train/kl_reference": 0.0123}
+    display.write(24, {"eval/pass_at_1": 0.523, **values})
     display.note("saved [bold]x[/bold]")
     display.close()
     display.close()
@@ -178,7 +179,7 @@ def test_plain_lines_come_at_intervals_and_what_is_new_at_once():
     assert [line[:15] for line in lines[2:5]] == [f"[0:{n:02}] step  {n:2}" for n in (1, 11, 21)]
     assert "1:29 left" in lines[3] and lines[-1] == "[0:23] saved [bold]x[/bold]"
     line = lines[5]
-    assert "step  24/100" in line and "held-out pass@1 41.0% -> 52.3%  " in line
+    assert "step  24/100" in line and "pass@1 41.0% -> 52.3% (2 responses without reward)  " in line
     assert "reward 0.500 (right 0.400)" in line and "worked answers 40%" in line
     assert "length 9.0 tokens (25% cut)  groups with equal rewards 75%  KL 0.0123" in line
     assert "decoded 8.1k tok/s" in line

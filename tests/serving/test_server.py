@@ -93,6 +93,8 @@ def test_requests_at_one_time_end_at_their_own_stop_texts(model):
 class Adds(ChatFormat):
     """A format whose responses call the tool, or cannot be read; real ones: test_chat_tools."""
 
+    has_parts = True
+
     def prompt(self, chat):
         return np.full(1 + len(chat.tools), 5)
 
@@ -107,10 +109,11 @@ class Adds(ChatFormat):
 def test_tool_calls_are_parts_of_the_message(model, kind):
     served, streams = model.served._replace(chat=Adds(model.tokenizer)), kind == "delta"
     body = {"messages": MESSAGES, "tools": [{"type": "function"}], "stream": streams}
-    assert len(parse("chat", {**body, "tool_choice": "none"}, served, 0).prompt) == 1
+    plain = parse("chat", {**body, "tool_choice": "none"}, served, 0)
+    assert len(plain.prompt) == 1
     call, update = parse("chat", body, served, 0), update_of(model, "12", "stop")
-    before = call.choice(0, update._replace(finish=""))["delta"] if streams else {}
-    assert "content" not in before  # a call may be begun
+    for each in (call, plain) if streams else ():  # thinking or a call may be begun
+        assert each.choice(0, update._replace(finish=""))["delta"] == {"role": "assistant"}
     choice = call.choice(0, update)
     (found,) = choice[kind]["tool_calls"]
     assert choice["finish_reason"] == "tool_calls" and found["function"]["name"] == "add"
