@@ -171,7 +171,7 @@ LIMITS = {
     "tasks": 1312,
     "environments": 1227,
     "serving": 1188,
-    "rewards": 1433,
+    "rewards": 1434,
     "workers.py": 338,
 }
 

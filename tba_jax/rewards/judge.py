@@ -45,7 +45,8 @@ class Judge:
         model: name of the model at that address.
         prompt: text of a request, with {prompt} (its last message), {completion}, {conversation}
             (all messages of both) and {COLUMN} filled in.
-        parse: answer of the model -> reward; None or any exception: the answer has no reward.
+        parse: answer of the model -> reward; None or any exception: the answer has no reward. By
+            default its last number, where "8/10" is 0.8: let the prompt ask for a plain number.
         sampling: further fields of each request.
         concurrency: maximum number of concurrent requests of a process.
         timeout_s: timeout of a request.
