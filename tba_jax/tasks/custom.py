@@ -73,9 +73,6 @@ class _DataSet:
     def has_test(self) -> bool:
         return self.test is not None or has_split(self.path, "test")
 
-    def size(self, split: Split) -> int:
-        return len(self.rows[split])
-
 
 class Custom(Task):
     """Prompts and columns of any data sets.
@@ -120,7 +117,7 @@ class Custom(Task):
     @functools.cached_property
     def _ends(self) -> list[int]:
         """Number of rows of an epoch up to the end of each data set."""
-        sizes = [each.size("train") for each in self._sets]
+        sizes = [len(each.rows["train"]) for each in self._sets]
         most = max(n / share for n, share in zip(sizes, self._shares, strict=True))
         if self._is_weighted:
             sizes = [max(n, round(x * most)) for n, x in zip(sizes, self._shares, strict=True)]
@@ -129,7 +126,7 @@ class Custom(Task):
     @functools.cached_property
     def _eval_places(self) -> list[tuple[int, int]]:
         """Data set and index of each held-out row; the data sets alternate."""
-        sizes = [each.size("eval") for each in self._sets]
+        sizes = [len(each.rows["eval"]) for each in self._sets]
         return [(s, i) for i in range(max(sizes)) for s, size in enumerate(sizes) if i < size]
 
     @functools.cached_property
@@ -152,7 +149,7 @@ class Custom(Task):
         """
         if all(each.has_test for each in self._sets):
             return 0
-        sizes = [each.size("train") + each.size("eval") for each in self._sets]
+        sizes = [len(each.rows["train"]) + len(each.rows["eval"]) for each in self._sets]
         return max(1, min(int(n * share / of) for n, of in zip(sizes, self._shares, strict=True)))
 
     def size(self, split: Split) -> int:
@@ -175,7 +172,7 @@ class Custom(Task):
         else:
             number = bisect.bisect_right(self._ends, index)
             index -= self._ends[number - 1] if number else 0
-            index %= self._sets[number].size("train")
+            index %= len(self._sets[number].rows["train"])
         return number, *self._sets[number].rows[split][index]
 
 

@@ -53,7 +53,7 @@ def read_examples(
         is_right = isinstance(prompt, str) and isinstance(response, str)
         if is_chat:
             is_right = isinstance(messages, list) and all(map(is_message, messages))
-        if not is_right or (is_chat and messages[-1]["role"] != ANSWER):
+        if not is_right or (is_chat and (not messages or messages[-1]["role"] != ANSWER)):
             raise ValueError(
                 f"{where}: got the columns {', '.join(map(str, row)) or '(none)'}; wanted texts "
                 "under 'prompt' and 'completion' (or 'response'), or a chat that ends with a "

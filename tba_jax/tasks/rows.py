@@ -22,6 +22,7 @@ Placed = tuple[str, dict[str, Any]]
 
 HUB_PREFIX, TASKSET_PREFIX = "hf://", "verifiers:"
 FILE_SUFFIXES = (".jsonl", ".parquet")
+_TASKSET_S = 900  # longest time for the rows of a taskset, which may download them
 
 
 def has_split(source: str, split: Split) -> bool:
@@ -143,15 +144,18 @@ def _from_hub(source: str, function: str, **options: Any) -> Any:
 
 @functools.cache
 def _taskset(source: str) -> list[dict[str, Any]]:
-    """Return the rows of a taskset of verifiers, which another interpreter may have."""
+    """Return the rows of a taskset of verifiers, which may print other lines, too."""
     module, name = "tba_jax.environments.verifiers_bridge", source.removeprefix(TASKSET_PREFIX)
-    done = subprocess.run([sys.executable, "-P", "-m", module, name], capture_output=True)
+    command = [sys.executable, "-P", "-m", module, name]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_TASKSET_S)
+    except subprocess.TimeoutExpired:
+        raise _unreadable(source, f"no rows in {_TASKSET_S} s", "Load it once alone") from None
     if done.returncode:
         lines = done.stderr.decode(errors="replace").splitlines() or [f"exit {done.returncode}"]
         remedy = "Install the taskset beside verifiers, whose Python TBA_JAX_VERIFIERS names"
         raise _unreadable(source, lines[-1], remedy)
-    lines = done.stdout.splitlines()  # the taskset may print others
-    return [json.loads(line) for line in lines if line.startswith(b'{"prompt"')]
+    return [json.loads(x) for x in done.stdout.splitlines() if x.startswith(b'{"prompt"')]
 
 
 def _package(name: str, source: str) -> Any:

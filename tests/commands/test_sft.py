@@ -138,6 +138,7 @@ def test_the_evaluation_is_the_mean_over_held_out_tokens_of_all_batches(plain, e
 @pytest.mark.parametrize(
     ("text", "message"),
     [
+        ('{"prompt": [], "response": []}', "wanted texts under 'prompt'"),
         ('{"response": "1"}\n{"response": 1}', "line 2: got the columns response; wanted texts"),
         ('{"response": "' + "1" * 600 + '"}', " (512). Shorten them"),
     ],

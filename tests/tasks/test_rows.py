@@ -83,6 +83,9 @@ def test_a_taskset_of_verifiers_has_rows_of_both_splits(tmp_path, monkeypatch):
     assert has_split("verifiers:sums", "test")
     with pytest.raises(ValueError, match=r"verifiers:other cannot be read \(absent\). Install the"):
         has_split("verifiers:other", "test")
+    monkeypatch.setattr("tba_jax.tasks.rows._TASKSET_S", 0.01)
+    with pytest.raises(ValueError, match=r"verifiers:slow cannot be read \(no rows in 0.01 s\)"):
+        has_split("verifiers:slow", "test")
 
 
 def test_hub_names_carry_a_configuration(monkeypatch):
