@@ -12,8 +12,8 @@ Rows have the texts "prompt" and "completion" (or "response"), or a chat in them
 its last answer, with its thinking, is trained on in the model's chat template, as are texts with
 task.chat=True. The loss is the mean negative log-prob of the tokens of the responses, including
 end-of-sequence. Without a prompt, the response follows the beginning-of-sequence token. The rows
-are shuffled in every pass. Data may be a .jsonl or .parquet file, a folder with train and test
-files, or hf://NAME. A test split, or the rows of --eval_share, give the evaluation loss.
+are shuffled in every pass. Data may be a .jsonl, .json or .parquet file, a folder with train and
+test files, or hf://NAME. A test split, or the rows of --eval_share, give the evaluation loss.
 Invariant: the same seed and file give the same model.
 """
 

@@ -25,13 +25,13 @@ class TaskSettings(Section):
     data_path: str = field(
         "",
         "a folder with train.jsonl and test.jsonl (or .parquet), or hf://NAME[:CONFIGURATION]; "
-        "task custom needs no test split, and also takes one .jsonl or .parquet file, or several "
+        "task custom needs no test split, and takes one .jsonl, .json or .parquet file, or several "
         "sets with their shares of the prompts, a.jsonl:0.7,b.jsonl:0.3; empty: the task's own "
         "source",
     )
     start_path: str = field(
         "",
-        "a .jsonl or .parquet file of responses that are scored and put into the replay buffer "
+        "a .jsonl, .json or .parquet file of responses to score and put into the replay buffer "
         'before the first step: rows {"response"}, or with several prompts '
         '{"prompt_id", "response"}; empty: none',
     )
@@ -107,7 +107,7 @@ class TaskSettings(Section):
                 bool(self.data_path) if task is Custom else not (self.data_path and makes),
                 f"task {self.name} {'generates its own problems' if makes else 'needs data'}",
                 "Leave it empty for another task; for task custom, give a folder with train.jsonl, "
-                "a .jsonl or .parquet file, or hf://NAME of a data set on the hub.",
+                "a .jsonl, .json or .parquet file, or hf://NAME of a data set on the hub.",
             ),
             "chat": (
                 not self.chat or task.has_chat,
@@ -116,7 +116,7 @@ class TaskSettings(Section):
             ),
             "start_path": (
                 not start or (os.path.isfile(start) and start.endswith(FILE_SUFFIXES)),
-                "no such .jsonl or .parquet file",
+                "no such .jsonl, .json or .parquet file",
                 'Give a file with one object {"response": text} per line; tasks of several prompts '
                 'also need "prompt_id".',
             ),

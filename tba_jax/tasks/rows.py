@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Rows of data sets: JSON on disk, Parquet, the Hugging Face hub, or a taskset of verifiers.
 
-A source is a folder with train.jsonl and test.jsonl (or .parquet, or the hub's train-*.parquet),
-a single file, hf://NAME[:CONFIGURATION] or verifiers:TASKSET. Packages for Parquet and the hub are
-optional. Invariant: readers yield every row with its place (file and line), for messages.
+A source is a folder with train.jsonl and test.jsonl (or .json, .parquet, or the hub's
+train-*.parquet), a single file, hf://NAME[:CONFIGURATION] or verifiers:TASKSET. Packages for
+Parquet and the hub are optional. Invariant: readers yield every row with its place (file and line),
+for messages.
 """
 
 import functools
@@ -21,7 +22,7 @@ Placed = tuple[str, dict[str, Any]]
 """(place of the row for messages, row)."""
 
 HUB_PREFIX, TASKSET_PREFIX = "hf://", "verifiers:"
-FILE_SUFFIXES = (".jsonl", ".parquet")
+FILE_SUFFIXES = (".jsonl", ".json", ".parquet")
 _TASKSET_S = 900  # longest time for the rows of a taskset, which may download them
 
 
@@ -57,26 +58,17 @@ def _rows(source: str, split: Split) -> Iterator[Placed]:
             if row["split"] == split:
                 yield f"{source}, task {row['task']}", row
     else:
-        for path in _files(source, split):
+        files = _of_split(source, split) if os.path.isdir(source) else [source]
+        for path in files or [f"{os.path.join(source, split)}.jsonl"]:
+            is_file = os.path.isfile(path) and os.access(path, os.R_OK)  # a pipe waits for a writer
+            if not is_file or not path.endswith(FILE_SUFFIXES):
+                raise _unreadable(
+                    path,
+                    f"no readable file with a name that ends in {', '.join(FILE_SUFFIXES)}",
+                    "Set task.data_path to a folder with train.jsonl and test.jsonl, to a file, or "
+                    "to hf://NAME of a data set on the hub",
+                )
             yield from _parquet_rows(path) if path.endswith(".parquet") else _json_rows(path)
-
-
-def _files(source: str, split: Split) -> list[str]:
-    """Return the files of a split, or raise ValueError if one cannot be read."""
-    default = f"{os.path.join(source, split)}.jsonl"
-    found = (_of_split(source, split) or [default]) if os.path.isdir(source) else [source]
-    for path in found:
-        what = "" if os.path.exists(path) else "No such file"
-        if not what and not os.path.isfile(path):  # opening a pipe waits for a writer
-            what = "not a regular file, but a pipe, device or folder"
-        if what or not path.endswith(FILE_SUFFIXES):
-            raise _unreadable(
-                path,
-                what or f"its name does not end in {' or '.join(FILE_SUFFIXES)}",
-                "Set task.data_path to a folder with train.jsonl and test.jsonl, to a file, or to "
-                "hf://NAME of a data set on the hub",
-            )
-    return found
 
 
 def _of_split(folder: str, split: Split) -> list[str]:
@@ -93,31 +85,37 @@ def _of_split(folder: str, split: Split) -> list[str]:
 
 
 def _json_rows(path: str) -> Iterator[Placed]:
-    """Yield (place, row) of every line that is not blank."""
-    try:
-        file = open(path, "rb")
-    except OSError as error:
-        raise _unreadable(path, error, "Give a readable file") from None
-    with file:
+    """Yield (place, row) of each line that is not blank, or of each object in a .json file."""
+    with open(path, "rb") as file:
+        if path.endswith(".json"):
+            found = _parsed(file.read(), path)
+            if not isinstance(found, list):
+                raise ValueError(
+                    f"{path}: {found!r:.80} is not a list of objects. Write a list, or JSON lines "
+                    "to a .jsonl file"
+                )
+            yield from (_named(row, f"{path}, row {index}") for index, row in enumerate(found))
         for number, line in enumerate(file, start=1):
             if line.strip():
-                yield _json_row(line, f"{path}, line {number}")
+                where = f"{path}, line {number}"
+                yield _named(_parsed(line, where), where)
 
 
-def _json_row(line: bytes, where: str) -> Placed:
+def _parsed(text: bytes, where: str) -> Any:
     try:
-        row = json.loads(line.decode("utf-8-sig"))
+        found = json.loads(text.decode("utf-8-sig"))
         # A text with half of a surrogate pair is JSON, but no tokenizer can encode it.
-        json.dumps(row, ensure_ascii=False).encode()
+        json.dumps(found, ensure_ascii=False).encode()
+        return found
     except (ValueError, RecursionError) as error:  # also for huge numbers, deep nesting
-        got = line.decode(errors="replace").strip()[:80]
-        raise ValueError(
-            f"{where}: not JSON in UTF-8 ({error}); got {got!r}. Correct that line"
-        ) from None
+        got = text.decode(errors="replace").strip()[:80]
+        problem = f"not JSON in UTF-8 ({error}); got {got!r}"
+        raise ValueError(f"{where}: {problem}. Correct it") from None
+
+
+def _named(row: Any, where: str) -> Placed:
     if not isinstance(row, dict):
-        raise ValueError(
-            f"{where}: {row!r:.80} is not an object with named columns. Correct that line"
-        )
+        raise ValueError(f"{where}: {row!r:.80} is not an object with named columns. Correct it")
     return where, row
 
 
