@@ -168,7 +168,7 @@ LIMITS = {
     "remote": 1027,
     "run": 3044,
     "planning": 2300,
-    "tasks": 1312,
+    "tasks": 1245,
     "environments": 1227,
     "serving": 1188,
     "rewards": 1434,

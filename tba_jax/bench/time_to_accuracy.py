@@ -46,7 +46,7 @@ _WORKLOADS: Mapping[str, Mapping[str, Any]] = {
     "math": {"max_new_tokens": 16},
     "agent": {
         "max_new_tokens": 24,
-        "environment": "tba_jax.tasks.calculator:Calculator",
+        "environment": "tba_jax.tasks.arithmetic:Calculator",
         "stop": ":",
         "max_turns": 4,
         "package": str(Path(__file__).parents[2]),

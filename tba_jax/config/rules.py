@@ -50,7 +50,7 @@ def _groups(config: Config) -> None:
 def _buffer(config: Config) -> None:
     """Refuse a buffer too small for a batch with one response per prompt."""
     batch = config.batch.num_prompts
-    least = 1 if task_class(config.task.name).has_one_prompt else batch
+    least = min(batch, task_class(config.task.name).sizes.get("train", batch))
     # A token of a response has an ID and a log-prob, a token of a prompt an ID and about 4 letters.
     payload = 8 * (config.search.max_new_tokens + config.task.max_prompt_tokens)
     wanted = least * (PROMPT_OVERHEAD_BYTES + RESPONSE_OVERHEAD_BYTES + payload)

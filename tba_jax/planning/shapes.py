@@ -46,7 +46,7 @@ def judge_paths(config: Config) -> dict[str, str]:
     named = {
         **reward_models(config, task.reward),
         "gold reward model": config.eval.gold_model,
-        _EMBEDDER: config.eval.embedding_path if "attacks" in task.metrics else "",
+        _EMBEDDER: config.eval.embedding_path if task.metric == "success_rate" else "",
     }
     return {role: path for role, path in named.items() if path}
 

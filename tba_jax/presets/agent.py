@@ -21,7 +21,7 @@ from tba_jax.presets.math import PRESETS as MATH
 PRESETS = {
     "toy": {
         **MATH["arithmetic"],
-        "task.environment": "tba_jax.tasks.calculator:Calculator",
+        "task.environment": "tba_jax.tasks.arithmetic:Calculator",
         "task.num_eval_prompts": 128,
         "search.max_new_tokens": 24,
         "search.stop_strings": (":",),

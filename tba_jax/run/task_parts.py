@@ -139,7 +139,7 @@ def make_evaluator(config: Config, reader: PromptReader) -> Evaluator:
     prompts, num_skipped = reader.held_out(config.task.num_eval_prompts)
     per_shard = max(1, config.search.slots // config.eval.num_samples)
     metrics: list[MetricFunction] = []
-    metrics += [make_attack_metrics(config.eval)] if "attacks" in task.metrics else []
+    metrics += [make_attack_metrics(config.eval)] if task.metric == "success_rate" else []
     metrics += [win_rate] if config.eval.gold else []
     metrics += [reference_distance] if config.eval.reference_metrics else []
     shard_size = min(per_shard, len(prompts))

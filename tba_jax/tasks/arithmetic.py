@@ -7,7 +7,8 @@
 
 The answer is the last integer of either response. Problems are generated from a hash of their
 index, so there is no data file. A hash of the text of an expression selects its split, so neither
-pretraining nor reinforcement learning sees expressions of the evaluation split.
+pretraining nor reinforcement learning sees expressions of the evaluation split. `Calculator` is the
+environment of the preset agent:toy.
 
 Invariant: `problem(index, split)` is the same expression on every machine and in every release.
 """
@@ -21,11 +22,11 @@ NUM_TERMS = 6
 # Bounds of running totals: a model of half a million parameters can memorise all sums in this
 # range, so it only has to learn to write them step by step.
 MIN_TOTAL, MAX_TOTAL = 0, 20
-MAX_PROMPT_CHARS = 2 * NUM_TERMS - 1
 
 TRAIN_SIZE = 2**16
 _WORKED = re.compile(rf":\d+(,\d+){{{NUM_TERMS - 2}}}")
 _HASTY = re.compile(r"=-?\d+")
+_INTEGER = re.compile(r"-?\d+")
 
 
 def _digest(text: str) -> int:
@@ -90,3 +91,28 @@ class Arithmetic(Task):
         if _WORKED.fullmatch(text):
             return "worked"
         return "hasty" if _HASTY.fullmatch(text) else None
+
+
+class Calculator:
+    """Environment with gym's `step`: sums of the task, with a calculator.
+
+        prompt          7+5-3+8-6+2
+        guess           =13             ends the episode
+        call            :               the environment returns all running totals except the last
+        observation     12,9,17,11,
+        answer          13              ends the episode
+
+    The reward is 1 for a correct number, else 0. The start model often guesses wrong, and calls the
+    calculator in a quarter of its episodes. The stop string ":" ends a turn.
+    """
+
+    def init(self, prompt: str) -> None:
+        self._totals = running_totals(prompt)
+
+    def step(self, text: str) -> tuple[str, float, bool]:
+        """Return (observation, reward, done) for a turn of the policy."""
+        if text.endswith(":"):
+            return ",".join(map(str, self._totals[:-1])) + ",", 0.0, False
+        found = _INTEGER.findall(text)
+        is_right = bool(found) and int(found[-1]) == self._totals[-1]
+        return "", float(is_right), True

@@ -9,18 +9,17 @@ With several data sets, an epoch has every row of every set at least once; if a 
 its share, its rows occur several times. Every row then has a column `data_set`, the name of its
 set, and the columns of all sets, with None for columns that its own set lacks.
 
-Invariant: all rows of a set have the same columns, all rows the same kind of prompt, and no prompt
-of a set is in both splits.
+Invariant: all rows of a set have the same columns, all prompts are texts or all are chats, and no
+prompt of a set is in both splits.
 """
 
-import bisect
 import functools
 import hashlib
 import itertools
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tba_jax.tasks import rows
@@ -60,7 +59,7 @@ class _DataSet:
         held_out = read_rows(*(self.test or (self.path, "test"))) if self.has_test else ()
         test = [(x, self._read(row, x)) for x, row in held_out]
         for row in (*train, *test):
-            _same_form(*row, *train[0])
+            _same_columns(*row, *train[0])
         digests = [_digest(prompt) for _, (prompt, _) in train]
         out = {_digest(prompt) for _, (prompt, _) in test} if self.is_disjoint else set[bytes]()
         if not test:
@@ -77,8 +76,8 @@ class _DataSet:
 class Custom(Task):
     """Prompts and columns of any data sets.
 
-    Rows to hold out are divided by the weights of the sets. If one set has chats, the texts of the
-    others become messages of the user.
+    Rows to hold out are divided by the weights of the sets. If one prompt is a chat, prompts that
+    are texts become messages of the user.
 
     Raises:
         ValueError: a source is missing, a row is malformed (the message has file and line), or
@@ -111,36 +110,74 @@ class Custom(Task):
         ]
 
     def _read(self, row: dict[str, Any], where: str) -> Problem:
-        """Return the problem of a row; raise ValueError if the row cannot be used."""
-        return _problem(row, self._names, where)
-
-    @functools.cached_property
-    def _ends(self) -> list[int]:
-        """Number of rows of an epoch up to the end of each data set."""
-        sizes = [len(each.rows["train"]) for each in self._sets]
-        most = max(n / share for n, share in zip(sizes, self._shares, strict=True))
-        if self._is_weighted:
-            sizes = [max(n, round(x * most)) for n, x in zip(sizes, self._shares, strict=True)]
-        return [*itertools.accumulate(sizes)]
-
-    @functools.cached_property
-    def _eval_places(self) -> list[tuple[int, int]]:
-        """Data set and index of each held-out row; the data sets alternate."""
-        sizes = [len(each.rows["eval"]) for each in self._sets]
-        return [(s, i) for i in range(max(sizes)) for s, size in enumerate(sizes) if i < size]
-
-    @functools.cached_property
-    def _columns(self) -> dict[str, None]:
-        """Names of the columns of several data sets, as the keys of a dict."""
-        firsts = [each.rows["train"][0][1] for each in self._sets]
-        columns = {name: None for _, own in firsts for name in own}
-        if COLUMN in columns:
+        """Return the prompt and the columns of a row; raise ValueError if they cannot be used."""
+        columns = {self._names.get(name, name): value for name, value in row.items()}
+        usual = next((name for name in PROMPT_COLUMNS if name in columns), "")
+        if "prompt" not in columns and isinstance(columns.get("messages"), list):
+            *before, last = columns.pop("messages") or [{}]
+            columns["prompt"] = [*before, last]
+            if isinstance(last, dict) and last.get("role") == "assistant":
+                columns |= {"prompt": before, "reference_answer": last.get("content")}
+        elif "prompt" not in columns and "messages" not in columns and usual:
+            columns["prompt"] = columns.pop(usual)
+        missing = [old for old in self._names if old not in row]
+        if missing or "prompt" not in columns:
+            example = f"prompt={min(map(str, row), default='question')}"
+            column = f"{missing[0]!r}, which task.columns names" if missing else "'prompt'"
             raise ValueError(
-                f"task.data_path: a column {COLUMN!r} would hide the name of a row's data set. "
-                f'Rename it, for example --config.task.columns="source={COLUMN}"'
+                f"{where}: no column {column}; got {', '.join(sorted(map(str, row)))}. Set "
+                f'--config.task.columns="{example}"'
             )
-        self._chat = self._chat or any(isinstance(prompt, list) for prompt, _ in firsts)
-        return columns
+        prompt = columns.pop("prompt")
+        columns = {name: value for name, value in columns.items() if name not in DROPPED_COLUMNS}
+        for name, value in columns.items():
+            if name in RESERVED_COLUMNS or (self.data_sets and name == COLUMN):
+                raise ValueError(
+                    f"{where}: column {name!r} has the name of a reward function's argument. "
+                    f"Rename it, for example --config.task.columns=my_{name}={name}"
+                )
+            if not _is_plain(value):
+                raise ValueError(
+                    f"{where}: column {name!r} holds {value!r:.80}, a {type(value).__name__}; "
+                    "wanted text, finite numbers, true, false, null, and lists or objects of them. "
+                    "Convert it or remove the column"
+                )
+        if not (is_chat(prompt) or (prompt and isinstance(prompt, str))):
+            raise ValueError(
+                f"{where}: 'prompt' is {prompt!r:.80}; wanted text, or a list of chat messages, "
+                "objects with the texts 'role' and 'content'. Convert it"
+            )
+        return prompt, columns
+
+    @functools.cached_property
+    def _rows(self) -> dict[Split, list[tuple[str, Problem]]]:
+        """Place and problem of each row of an epoch, set by set, and of each held-out row."""
+        whole = [row[1] for each in self._sets for rows in each.rows.values() for row in rows]
+        absent = {name: None for _, columns in whole for name in columns}
+        in_template = self._chat or any(isinstance(prompt, list) for prompt, _ in whole)
+
+        def finished(where: str, problem: Problem, data_set: str) -> tuple[str, Problem]:
+            prompt, columns = problem
+            if data_set:
+                columns = {**absent, **columns, COLUMN: data_set}
+            return where, chat(prompt, columns) if in_template else (prompt, columns)
+
+        named = [*zip(self._sets, self.data_sets or ("",), strict=True)]
+        train, held_out = (
+            [[finished(*row, name) for row in each.rows[split]] for each, name in named]
+            for split in ("train", "eval")
+        )
+        sizes = [len(own) for own in train]
+        if self._is_weighted:
+            most = max(n / share for n, share in zip(sizes, self._shares, strict=True))
+            sizes = [max(n, round(x * most)) for n, x in zip(sizes, self._shares, strict=True)]
+        return {
+            "train": [
+                own[i % len(own)] for own, n in zip(train, sizes, strict=True) for i in range(n)
+            ],
+            # The sets alternate.
+            "eval": [x for turn in itertools.zip_longest(*held_out) for x in turn if x],
+        }
 
     def most_held_out(self, share: float) -> int:
         """Return the most rows that can be held out without using more than `share` of any set.
@@ -153,27 +190,13 @@ class Custom(Task):
         return max(1, min(int(n * share / of) for n, of in zip(sizes, self._shares, strict=True)))
 
     def size(self, split: Split) -> int:
-        return self._ends[-1] if split == "train" else len(self._eval_places)
+        return len(self._rows[split])
 
     def problem(self, split: Split, index: int) -> Problem:
-        number, _, (prompt, columns) = self._row(split, index)
-        if self.data_sets:
-            columns = {**self._columns, **columns, COLUMN: self.data_sets[number]}
-        is_chat = self._chat or isinstance(prompt, list)
-        return chat(prompt, columns) if is_chat else (prompt, columns)
+        return self._rows[split][index][1]
 
     def place(self, split: Split, index: int) -> str:
-        return self._row(split, index)[1]
-
-    def _row(self, split: Split, index: int) -> tuple[int, str, Problem]:
-        """Return the number of the data set of a row, its place and its problem."""
-        if split == "eval":
-            number, index = self._eval_places[index]
-        else:
-            number = bisect.bisect_right(self._ends, index)
-            index -= self._ends[number - 1] if number else 0
-            index %= len(self._sets[number].rows["train"])
-        return number, *self._sets[number].rows[split][index]
+        return self._rows[split][index][0]
 
 
 def data_sets(data_path: str) -> dict[str, float]:
@@ -198,54 +221,17 @@ def data_sets(data_path: str) -> dict[str, float]:
     return found
 
 
-def _problem(row: dict[str, Any], names: Mapping[str, str], where: str) -> Problem:
-    """Return the prompt and the columns of a row; raise ValueError if they cannot be used.
-
-    Args:
-        names: old name of a column -> new name.
-    """
-    columns = {names.get(name, name): value for name, value in row.items()}
-    usual = next((name for name in PROMPT_COLUMNS if name in columns), "")
-    if "prompt" not in columns and isinstance(columns.get("messages"), list):
-        *before, last = columns.pop("messages") or [{}]
-        columns["prompt"] = [*before, last]
-        if isinstance(last, dict) and last.get("role") == "assistant":
-            columns |= {"prompt": before, "reference_answer": last.get("content")}
-    elif "prompt" not in columns and "messages" not in columns and usual:
-        columns["prompt"] = columns.pop(usual)
-    missing, own = [old for old in names if old not in row], ", ".join(sorted(map(str, row)))
-    if missing or "prompt" not in columns:
-        example = f"prompt={min(map(str, row), default='question')}"
-        column = f"{missing[0]!r}, which task.columns names" if missing else "'prompt'"
-        raise ValueError(
-            f'{where}: no column {column}; got {own}. Set --config.task.columns="{example}"'
+def is_chat(value: Any) -> bool:
+    """Return whether a value is a list of chat messages, and not empty."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(
+            isinstance(message, dict) and isinstance(message.get(name), str)
+            for message in value
+            for name in ("role", "content")
         )
-    prompt = columns.pop("prompt")
-    columns = {name: value for name, value in columns.items() if name not in DROPPED_COLUMNS}
-    for name, value in columns.items():
-        if name in RESERVED_COLUMNS:
-            raise ValueError(
-                f"{where}: column {name!r} has the name of a reward function's argument. Rename "
-                f"it, for example --config.task.columns=my_{name}={name}"
-            )
-        if not _is_plain(value):
-            raise ValueError(
-                f"{where}: column {name!r} holds {value!r:.80}, a {type(value).__name__}; wanted "
-                "text, finite numbers, true, false, null, and lists or objects of them. Convert it "
-                "or remove the column"
-            )
-    is_chat = isinstance(prompt, list) and all(map(is_message, prompt))
-    if not prompt or not (is_chat or isinstance(prompt, str)):
-        raise ValueError(
-            f"{where}: 'prompt' is {prompt!r:.80}; wanted text, or a list of chat messages, "
-            "objects with the texts 'role' and 'content'. Convert it"
-        )
-    return prompt, columns
-
-
-def is_message(value: Any) -> bool:
-    names = ("role", "content")
-    return isinstance(value, dict) and all(isinstance(value.get(name), str) for name in names)
+    )
 
 
 def _is_plain(value: Any) -> bool:
@@ -256,16 +242,7 @@ def _is_plain(value: Any) -> bool:
         return False
 
 
-def _same_form(where: str, problem: Problem, first_where: str, first: Problem) -> None:
-    """Refuse a problem whose columns or kind of prompt differ from the first's."""
-    kind, first_kind = (
-        "texts" if isinstance(prompt, str) else "chat messages" for prompt, _ in (problem, first)
-    )
-    if kind != first_kind:
-        raise ValueError(
-            f"{where}: the prompt is of kind {kind!r}, in {first_where} it is {first_kind!r}. "
-            "Convert one of them"
-        )
+def _same_columns(where: str, problem: Problem, first_where: str, first: Problem) -> None:
     for name in sorted(problem[1].keys() ^ first[1].keys()):
         here, there = (where, first_where) if name in first[1] else (first_where, where)
         raise ValueError(

@@ -12,7 +12,7 @@ import numpy as np
 
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.tasks.config import template_options
-from tba_jax.tasks.custom import is_message
+from tba_jax.tasks.custom import is_chat
 from tba_jax.tasks.rows import Split, read_rows
 
 ANSWER = "assistant"
@@ -49,22 +49,20 @@ def read_examples(
     for where, row in read_rows(source, split):
         prompt, response = row.get("prompt", ""), row.get("completion", row.get("response"))
         messages = row.get("messages") or [*_messages("user", prompt), *_messages(ANSWER, response)]
-        is_chat = bool(chat) or "messages" in row or isinstance(response, list)
-        is_right = isinstance(prompt, str) and isinstance(response, str)
-        if is_chat:
-            is_right = isinstance(messages, list) and all(map(is_message, messages))
-        if not is_right or (is_chat and (not messages or messages[-1]["role"] != ANSWER)):
+        in_template = bool(chat) or "messages" in row or isinstance(response, list)
+        is_text = isinstance(prompt, str) and isinstance(response, str)
+        is_answered = is_chat(messages) and messages[-1]["role"] == ANSWER
+        if not (is_answered if in_template else is_text):
             raise ValueError(
                 f"{where}: got the columns {', '.join(map(str, row)) or '(none)'}; wanted texts "
                 "under 'prompt' and 'completion' (or 'response'), or a chat that ends with a "
                 "message of the assistant. Rename the columns of the file"
             )
         try:
-            texts: Any = (
-                _in_template(messages, tokenizer, options) if is_chat else (prompt, response)
-            )
-            tokens = tokenizer.encode(texts[0], add_bos=not is_chat)
-            answer = np.append(tokenizer.encode(texts[1], add_bos=False), tokenizer.eos_ids[0])
+            if in_template:
+                prompt, response = _in_template(messages, tokenizer, options)
+            tokens = tokenizer.encode(prompt, add_bos=not in_template)
+            answer = np.append(tokenizer.encode(response, add_bos=False), tokenizer.eos_ids[0])
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
         if not len(tokens):

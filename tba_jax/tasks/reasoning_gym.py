@@ -6,9 +6,9 @@ and index determine a problem; a data set is refused if its seed does not determ
 """
 
 import functools
-import importlib
 from typing import Any
 
+from tba_jax.rewards.numeric import optional
 from tba_jax.tasks.task import Problem, Split, Task, chat
 
 # The package seeds problem i with seed + i, so the seeds of the splits must be far apart.
@@ -38,20 +38,10 @@ class ReasoningGym(Task):
         super().__init__(settings)
         self.name, dataset = settings.name, settings.name.partition(":")[2]
         try:
-            # An import statement would make type checkers import this module itself.
-            package: Any = importlib.import_module("reasoning_gym")
+            self._package = optional("reasoning_gym", f"task.name={self.name}", "reasoning-gym")
         except ImportError as error:
-            raise ValueError(
-                f"task.name={self.name} needs the package reasoning-gym ({error}). Install it: "
-                "pip install 'tba_jax[reasoning-gym]'"
-            ) from None
-        names = sorted(package.factory.DATASETS)
-        if dataset not in names:
-            raise ValueError(
-                f"task.name={self.name}: reasoning-gym has no such data set. Choose one of "
-                f"{', '.join(names)}"
-            )
-        self._dataset, self._chat, self._create = dataset, settings.chat, package.create_dataset
+            raise ValueError(str(error)) from None
+        self._dataset, self._chat = dataset, settings.chat
         self._made = functools.cache(self._make)
         first, again = (
             [data[i]["question"] for i in range(16)]
@@ -66,11 +56,11 @@ class ReasoningGym(Task):
     def _make(self, split: Split) -> Any:
         size = self.sizes[split]
         try:
-            return self._create(self._dataset, seed=_SEEDS[split], size=size)
+            return self._package.create_dataset(self._dataset, seed=_SEEDS[split], size=size)
         except (AssertionError, ValueError) as error:
             raise ValueError(
-                f"task.name={self.name}: reasoning-gym failed to generate {size:,} problems "
-                f"({error}). Choose another data set"
+                f"task.name={self.name}: cannot generate {size:,} problems ({error}). Choose one "
+                f"of {', '.join(sorted(self._package.factory.DATASETS))}"
             ) from None
 
     def problem(self, split: Split, index: int) -> Problem:

@@ -15,8 +15,7 @@ class RedTeam(Task):
     name = "redteam"
     reward = "victim"
     metric = "success_rate"
-    makes_problems = has_one_prompt = True
-    metrics = ("attacks",)
+    makes_problems = True
     sizes = {"train": 1, "eval": 1}
 
     def problem(self, split: Split, index: int) -> Problem:

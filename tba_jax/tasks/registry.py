@@ -3,12 +3,10 @@
 
 from tba_jax.tasks.arithmetic import Arithmetic
 from tba_jax.tasks.custom import Custom
-from tba_jax.tasks.gsm8k import GSM8K, GSM8KOfficial
-from tba_jax.tasks.hendrycks_math import HendrycksMath
+from tba_jax.tasks.published import GSM8K, TLDR, GSM8KOfficial, HendrycksMath
 from tba_jax.tasks.reasoning_gym import ReasoningGym
 from tba_jax.tasks.redteam import RedTeam
 from tba_jax.tasks.task import Task
-from tba_jax.tasks.tldr import TLDR
 from tba_jax.tasks.tldr_toy import TLDRToy
 
 REASONING_GYM_PREFIX = "reasoning_gym:"

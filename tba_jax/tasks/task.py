@@ -29,8 +29,6 @@ class Task:
         sizes: number of problems of each split, of a task whose data does not decide it.
         makes_problems: whether the task generates its problems; this package then knows their
             length.
-        has_one_prompt: whether the task has a single prompt, which every searcher must draw.
-        metrics: names of further metric functions of `evaluation`.
         data_sets: names of several data sets, which have metrics of their own.
         chat_options: options of the chat template, as in `task.chat`.
     """
@@ -42,8 +40,6 @@ class Task:
     has_chat: ClassVar[bool] = False
     sizes: ClassVar[Mapping[Split, int]] = {}
     makes_problems: ClassVar[bool] = False
-    has_one_prompt: ClassVar[bool] = False
-    metrics: ClassVar[tuple[str, ...]] = ()
     data_sets: tuple[str, ...] = ()
     chat_options: Mapping[str, Any] = {}
 

@@ -79,7 +79,7 @@ def test_evaluate_and_export_agree_with_the_run(reference, tmp_path, capsys):
 
 
 IN_AN_ENVIRONMENT = (
-    "task.environment=tba_jax.tasks.calculator:Calculator",
+    "task.environment=tba_jax.tasks.arithmetic:Calculator",
     "search.stop_strings=:",
     "search.max_new_tokens=24",
     "search.max_turns=4",

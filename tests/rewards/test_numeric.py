@@ -5,7 +5,7 @@ import pytest
 
 from tba_jax.rewards import numeric
 from tba_jax.rewards.numeric import arithmetic_reward, gsm8k_answer, gsm8k_reward
-from tba_jax.tasks.gsm8k import GSM8KOfficial
+from tba_jax.tasks.published import GSM8KOfficial
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def test_response_kind():
 
 def test_data_sets_that_cannot_be_used(chain_sum, monkeypatch):
     for name, message in (
-        ("no_such", "reasoning_gym:no_such: reasoning-gym has no such data set. .*chain_sum"),
+        ("no_such", "cannot generate 1,000 problems (.*no_such.*). Choose .*chain_sum"),
         ("list_functions", "generates different problems for the same seed"),
     ):
         with pytest.raises(ValueError, match=message):
