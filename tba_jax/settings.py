@@ -90,7 +90,6 @@ class Schedule:
 
     The user writes a schedule as a number, or as one of
 
-        constant(START)
         linear(START, FINAL, STEPS)    a straight line over STEPS steps
         cosine(START, FINAL, STEPS)    half a cosine wave over STEPS steps
 
@@ -136,17 +135,17 @@ class Schedule:
         return dataclasses.replace(self, steps=max(1, num_steps - self.begin))
 
     def __str__(self) -> str:
+        if self.shape == "constant":
+            return _shortest(self.start)
         options = {"warmup": self.warmup, "hold": self.hold, "jump": self.jump}
         given = [f"{name}={value}" for name, value in options.items() if value not in (0, None)]
-        if self.shape == "constant" and not given:
-            return _shortest(self.start)
-        length = [] if self.shape == "constant" or self.steps is None else [str(self.steps)]
+        length = [] if self.steps is None else [str(self.steps)]
         return f"{self.shape}({', '.join([*map(_shortest, self.numbers), *length, *given])})"
 
     @property
     def plain(self) -> float | str:
         """Form for `parse_schedule`: a number for a constant, otherwise the text."""
-        return self.start if self == Schedule(self.start) else str(self)
+        return self.start if self.shape == "constant" else str(self)
 
 
 def parse_schedule(name: str, value: Any) -> Schedule:
@@ -169,22 +168,18 @@ def parse_schedule(name: str, value: Any) -> Schedule:
         pass  # the text is not a number; try to read it as KIND(...)
     try:
         call = ast.parse(str(value).strip(), mode="eval").body
-        if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name):
+        if not isinstance(call, ast.Call):
             raise ValueError("is neither a number nor KIND(...)")
         numbers = [ast.literal_eval(number) for number in call.args]
         options = {str(word.arg): ast.literal_eval(word.value) for word in call.keywords}
-        return _schedule(call.func.id, numbers, options)
+        return _schedule(ast.unparse(call.func), numbers, options)
     except (SyntaxError, ValueError, TypeError) as error:
         rule = str(error) if type(error) is ValueError else "cannot be read as KIND(NUMBERS)"
         raise violation(name, value, rule, example) from error
 
 
-# Kind -> numbers of arguments, and names of its options.
-_KINDS: Mapping[Any, Any] = {
-    "constant": ((1,), ("warmup",)),
-    "linear": ((2, 3), ("warmup", "hold", "jump")),
-    "cosine": ((2, 3), ("warmup", "hold", "jump")),
-}
+_SHAPES: tuple[Any, ...] = ("linear", "cosine")
+_NUMBERS, _OPTIONS = ("START", "FINAL", "STEPS"), ("warmup", "hold", "jump")
 
 
 def _schedule(shape: Any, numbers: list[Any], options: dict[str, Any]) -> Schedule:
@@ -193,22 +188,19 @@ def _schedule(shape: Any, numbers: list[Any], options: dict[str, Any]) -> Schedu
     Raises:
         ValueError: a part is invalid; the message is the violated rule.
     """
-    if shape not in _KINDS:
-        raise ValueError(f"{shape!r} must be one of {', '.join(_KINDS)}")
-    (wanted, allowed), names = _KINDS[shape], ("START", "FINAL", "STEPS")
-    if len(numbers) not in wanted:
-        called = ", ".join(names[: wanted[-1]])
-        raise ValueError(f"{shape} takes {called}, and {len(numbers)} numbers are given")
-    for name in options:
+    for name, allowed in ((shape, _SHAPES), *((option, _OPTIONS) for option in options)):
         if name not in allowed:
             raise ValueError(f"{name!r} must be one of {', '.join(allowed)}")
-    for name, number in (dict(zip(names, numbers, strict=False)) | options).items():
+    if len(numbers) not in (2, 3):
+        called = ", ".join(_NUMBERS)
+        raise ValueError(f"{shape} takes {called}, and {len(numbers)} numbers are given")
+    for name, number in (dict(zip(_NUMBERS, numbers, strict=False)) | options).items():
         least = int(name == "STEPS")
-        if name not in names[:2] and (type(number) is not int or number < least):
+        if name not in _NUMBERS[:2] and (type(number) is not int or number < least):
             raise ValueError(f"{name} = {number!r} must be a whole number, at least {least}")
         if type(number) not in (int, float):
             raise ValueError(f"{name} = {number!r} must be a number")
-    start, final, steps = [*numbers, *(0.0, None)[len(numbers) - 1 :]]
+    start, final, steps = [*numbers, None][:3]
     return Schedule(float(start), float(final), steps, shape, **options)
 
 
@@ -222,10 +214,6 @@ def _shortest(number: float) -> str:
 class Section:
     """Base class of a section: the settings that one room declares."""
 
-    def values(self) -> dict[str, Any]:
-        """Return the settings by name."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(typing.cast(Any, self))}
-
     def replaced(self, values: Mapping[str, Any]) -> Self:
         """Return the section with some values changed, setting name -> value."""
         return dataclasses.replace(typing.cast(Any, self), **values)
@@ -234,33 +222,18 @@ class Section:
         """Check rules between several fields of this section."""
 
 
-def field(
-    default: T,
-    meaning: str,
-    *,
-    at_least: float | None = None,
-    above: float | None = None,
-    at_most: float | None = None,
-    among: tuple[str, ...] = (),
-    on_resume: bool = False,
-) -> T:
+def field(default: T, meaning: str, **options: Any) -> T:
     """Declare a field of a section.
 
     Args:
-        at_least, above, at_most: bounds of a number; `above` is exclusive.
-        among: choices that are computed at import, so that a `Literal` type cannot list them.
-        on_resume: whether a resumed run may change the field. True for logs, storage and limits;
-            False for settings of the computation.
+        options: attributes of `Setting` from `on_resume` on.
     """
-    bounds = {"at_least": at_least, "above": above, "at_most": at_most, "among": among}
-    return dataclasses.field(
-        default=default, metadata={"meaning": meaning, "on_resume": on_resume, **bounds}
-    )
+    return dataclasses.field(default=default, metadata={"meaning": meaning, **options})
 
 
-def share(default: float, meaning: str, *, on_resume: bool = False) -> float:
-    """Declare a field between 0 and 1."""
-    return field(default, meaning, at_least=0, at_most=1, on_resume=on_resume)
+def share(default: float, meaning: str, **options: Any) -> float:
+    """Declare a field between 0 and 1; arguments are those of `field`."""
+    return field(default, meaning, at_least=0, at_most=1, **options)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,18 +243,22 @@ class Setting:
     Attributes:
         name: name with the section, as on the command line: "search.top_p".
         type: type of the values.
-        default, meaning, on_resume, at_least, above, at_most, among: arguments of `field`.
+        default, meaning: arguments of `field`.
+        on_resume: whether a resumed run may change the field. True for logs, storage and limits;
+            False for settings of the computation.
+        at_least, above, at_most: bounds of a number; `above` is exclusive.
+        among: choices that are computed at import, so that a `Literal` type cannot list them.
     """
 
     name: str
     type: Any
     default: Any
     meaning: str
-    on_resume: bool
-    at_least: float | None
-    above: float | None
-    at_most: float | None
-    among: tuple[str, ...]
+    on_resume: bool = False
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    among: tuple[str, ...] = ()
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -328,8 +305,7 @@ class Setting:
         """Refuse a value outside the choices or bounds."""
         for number in value.numbers if isinstance(value, Schedule) else (value,):
             if problem := self._problem(number):
-                need(False, self.name, getattr(value, "plain", value), *problem)
-                return
+                raise violation(self.name, getattr(value, "plain", value), *problem)
 
     def _problem(self, value: Any) -> tuple[str, str] | None:
         """Return the violated rule and the remedy."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Writer of docs/config.md: default, range and meaning of every setting.
 
-python -m tba_jax.config.document [FILE]
+python -m tba_jax.config.document FILE
 """
 
 import sys
@@ -34,19 +34,16 @@ def page() -> str:
     """Return the page as Markdown. Loads JAX."""
     parts = [_HEAD]
     for section in ["", *Config().sections()]:
-        rows = [_row(s) for s in SETTINGS.values() if s.name.rpartition(".")[0] == section]
+        own = [s for s in SETTINGS.values() if s.name.rpartition(".")[0] == section]
+        rows = [
+            _row(f"`{s.name}`{' *' * s.on_resume}", f"`{s.default}`" if s.default != "" else "", s)
+            for s in own
+        ]
         parts.append(f"## `{section}`\n" if section else "## The run\n")
         parts.append(_HEADER + "".join(rows))
         if section == "objective":
             parts.append("### Settings of single objectives\n\n" + _HEADER + "".join(_own_rows()))
     return "\n".join(parts)
-
-
-def _row(setting: Setting) -> str:
-    default = "" if setting.default == "" else f"`{setting.default}`"
-    return _cells(
-        f"`{setting.name}`{' *' if setting.on_resume else ''}", default, setting, setting.meaning
-    )
 
 
 def _own_rows() -> Iterator[str]:
@@ -59,7 +56,7 @@ def _own_rows() -> Iterator[str]:
         defaults = _joined({objective: f"`{s.default}`" for objective, s in settings.items()})
         meaning = _joined({objective: s.meaning for objective, s in settings.items()})
         first = next(iter(settings.values()))
-        yield _cells(f"`{name}`, of {', '.join(settings)}", defaults, first, meaning)
+        yield _row(f"`{name}`, of {', '.join(settings)}", defaults, first, meaning)
 
 
 def _joined(texts: Mapping[str, str]) -> str:
@@ -72,14 +69,11 @@ def _joined(texts: Mapping[str, str]) -> str:
     return "; ".join(f"{', '.join(own)}: {text}" for text, own in names.items())
 
 
-def _cells(name: str, default: str, setting: Setting, meaning: str) -> str:
+def _row(name: str, default: str, setting: Setting, meaning: str = "") -> str:
     rule = setting.rule.removeprefix("must be ").removeprefix("must lie ").removeprefix("one of ")
     allowed = "schedule" if setting.type is Schedule else rule or setting.kind
-    return f"| {name} | {default} | {allowed} | {meaning} |\n"
+    return f"| {name} | {default} | {allowed} | {meaning or setting.meaning} |\n"
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        Path(sys.argv[1]).write_text(page())
-    else:
-        print(page(), end="")
+    Path(sys.argv[1]).write_text(page())

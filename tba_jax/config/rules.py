@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Validation of a config: ranges of settings, and rules within and between sections."""
 
+from collections.abc import Callable, Iterator
 from functools import partial
 
 from tba_jax.config.schema import SETTINGS, Config, get_field
@@ -8,6 +9,9 @@ from tba_jax.replay.config import PROMPT_OVERHEAD_BYTES, RESPONSE_OVERHEAD_BYTES
 from tba_jax.rewards.kinds import VICTIM, check_reward
 from tba_jax.settings import check_all, need
 from tba_jax.tasks.registry import task_class
+
+Rule = tuple[bool, str, str, str]
+"""Whether the config keeps a rule, the field that breaks it, the rule, and the remedy."""
 
 
 def validate(config: Config) -> None:
@@ -19,27 +23,24 @@ def validate(config: Config) -> None:
     check_all(*(partial(x.check, get_field(config, name)) for name, x in SETTINGS.items()))
     sections = (section.check for section in config.sections().values())
     rules = (_groups, _buffer, _rows, _driver, _fleet, _start_data, _reward, _objective)
-    episodes_and_engines = (_environment, _engine)
-    check_all(*sections, *(partial(rule, config) for rule in (*rules, *episodes_and_engines)))
+    check_all(*sections, *(partial(_check, config, x) for x in (*rules, _environment, _engine)))
 
 
-def _need(config: Config, ok: bool, field: str, rule: str, remedy: str) -> None:
-    """Refuse the value of a field unless `ok`; see `settings.need`."""
-    need(ok, field, get_field(config, field), rule, remedy)
+def _check(config: Config, rules: Callable[[Config], Iterator[Rule]]) -> None:
+    for is_kept, field, rule, remedy in rules(config):
+        need(is_kept, field, get_field(config, field), rule, remedy)
 
 
-def _groups(config: Config) -> None:
+def _groups(config: Config) -> Iterator[Rule]:
     """Refuse search and replay settings that give too few responses for a group."""
     k = config.objective.group_size
-    _need(
-        config,
+    yield (
         config.search.samples_per_prompt >= k,
         "search.samples_per_prompt",
         f"a group needs objective.group_size={k} responses from each searcher",
         f"Set --config.search.samples_per_prompt={k} or lower objective.group_size.",
     )
-    _need(
-        config,
+    yield (
         config.replay.capacity_per_prompt >= k,
         "replay.capacity_per_prompt",
         f"must hold at least one group of objective.group_size={k} responses",
@@ -47,15 +48,14 @@ def _groups(config: Config) -> None:
     )
 
 
-def _buffer(config: Config) -> None:
+def _buffer(config: Config) -> Iterator[Rule]:
     """Refuse a buffer too small for a batch with one response per prompt."""
     batch = config.batch.num_prompts
     least = min(batch, task_class(config.task.name).sizes.get("train", batch))
     # A token of a response has an ID and a log-prob, a token of a prompt an ID and about 4 letters.
     payload = 8 * (config.search.max_new_tokens + config.task.max_prompt_tokens)
     wanted = least * (PROMPT_OVERHEAD_BYTES + RESPONSE_OVERHEAD_BYTES + payload)
-    _need(
-        config,
+    yield (
         config.replay.max_bytes >= least * RESPONSE_OVERHEAD_BYTES,
         "replay.max_bytes",
         f"too small for a batch of {batch} prompts",
@@ -64,19 +64,17 @@ def _buffer(config: Config) -> None:
     )
 
 
-def _driver(config: Config) -> None:
+def _driver(config: Config) -> Iterator[Rule]:
     """Refuse settings that the driver does not support, or that deadlock the trainer."""
     lag, bound = config.search.exact_lag, config.replay.max_staleness
-    _need(
-        config,
+    yield (
         lag == 0 or config.driver == "sync",
         "search.exact_lag",
         "with driver=async the staleness of data varies",
         "Set --config.driver=sync, or bound it with --config.replay.max_staleness.",
     )
     least = (lag + 1) * config.sync_period - 1
-    _need(
-        config,
+    yield (
         bound == 0 or bound >= least,
         "replay.max_staleness",
         f"with sync_period={config.sync_period} and search.exact_lag={lag} responses are up to "
@@ -84,8 +82,7 @@ def _driver(config: Config) -> None:
         f"Set --config.replay.max_staleness={least} or more, or 0 for no limit.",
     )
     for name in ("search.initial_fill", "task.start_path"):
-        _need(
-            config,
+        yield (
             lag == 0 or not get_field(config, name),
             name,
             "an exact lag merges a fixed number of tickets at every publication",
@@ -93,20 +90,18 @@ def _driver(config: Config) -> None:
         )
 
 
-def _fleet(config: Config) -> None:
+def _fleet(config: Config) -> Iterator[Rule]:
     """Refuse settings that a fleet does not support."""
     if config.placement != "fleet":
         return
     num = config.num_searchers
-    _need(
-        config,
+    yield (
         config.driver == "async",
         "driver",
         "the searchers of a fleet are other processes, which the synchronous driver cannot call",
         "Set --config.driver=async.",
     )
-    _need(
-        config,
+    yield (
         config.fleet.max_searchers % max(1, num) == 0,
         "fleet.max_searchers",
         f"must be a multiple of num_searchers={num}, the searchers per process",
@@ -114,12 +109,11 @@ def _fleet(config: Config) -> None:
     )
 
 
-def _start_data(config: Config) -> None:
+def _start_data(config: Config) -> Iterator[Rule]:
     """Refuse settings that the given responses of `task.start_path` do not support."""
     if not config.task.start_path:
         return
-    _need(
-        config,
+    yield (
         config.objective.built.needs.sampler == "any",
         "task.start_path",
         "no policy of the run sampled the start data, which needs an objective that accepts any "
@@ -127,8 +121,7 @@ def _start_data(config: Config) -> None:
         "Set --config.objective.name=tb and --config.objective.importance=none, or leave "
         "--config.task.start_path empty.",
     )
-    _need(
-        config,
+    yield (
         not (config.search.stop_strings or config.search.stop_ids),
         "task.start_path",
         "responses of the start data end with the model's end-of-sequence token, but "
@@ -137,7 +130,7 @@ def _start_data(config: Config) -> None:
     )
 
 
-def _reward(config: Config) -> None:
+def _reward(config: Config) -> Iterator[Rule]:
     """Refuse a config without a reward, or with a wrong number of weights."""
     reward = config.task.reward
     check_reward(config, task_class(config.task.name).reward, config.task.name)
@@ -147,8 +140,7 @@ def _reward(config: Config) -> None:
     if reward and config.reward.model_path:
         num += 1 + is_learned
         rule = f"task.reward and reward.model_path are {num} rewards, and each"
-    _need(
-        config,
+    yield (
         len(config.task.reward_weights) in (0, num),
         "task.reward_weights",
         f"{rule} needs a weight",
@@ -157,45 +149,33 @@ def _reward(config: Config) -> None:
     )
 
 
-def _rows(config: Config) -> None:
+def _rows(config: Config) -> Iterator[Rule]:
     """Refuse row layouts that micro-batches or devices cannot divide."""
     mesh, packed, k = config.mesh, config.batch.packed_length, config.objective.group_size
     parts = mesh.data * mesh.fsdp * mesh.expert
     product = f"mesh.data x mesh.fsdp x mesh.expert = {parts}"
     rows = config.batch.num_prompts * k
     longest = config.task.max_prompt_tokens + config.search.max_new_tokens
-    _need(
-        config,
+    yield (
         parts <= rows,
         "batch.num_prompts",
         f"a batch has at most {rows} rows, and {product} devices divide them",
         f"Set --config.batch.num_prompts={-(-parts // k)} or more.",
     )
-    _need(
-        config,
-        mesh.fsdp == 1 or config.model.remat != "none",
-        "model.remat",
-        "keeps all intermediate values for the backward pass, including weights gathered for "
-        "mesh.fsdp: the whole model on every device",
-        "Set --config.model.remat=layers.",
-    )
-    _need(
-        config,
+    yield (
         config.batch.micro_batch_rows % parts == 0,
         "batch.micro_batch_rows",
         f"cannot be divided by {product}",
         f"Set --config.batch.micro_batch_rows={parts} or a multiple.",
     )
-    _need(
-        config,
+    yield (
         not packed or packed >= longest,
         "batch.packed_length",
         f"a row must hold a prompt and its response, up to {longest} tokens "
         "(task.max_prompt_tokens + search.max_new_tokens)",
         f"Set --config.batch.packed_length={longest} or more.",
     )
-    _need(
-        config,
+    yield (
         not (packed and config.search.min_new_tokens),
         "batch.packed_length",
         "packed rows do not support search.min_new_tokens",
@@ -203,10 +183,9 @@ def _rows(config: Config) -> None:
     )
 
 
-def _objective(config: Config) -> None:
+def _objective(config: Config) -> Iterator[Rule]:
     """Refuse what the objective cannot use: a truncated sampler, or states it cannot value."""
-    _need(
-        config,
+    yield (
         config.search.top_p == 1 or config.objective.built.needs.sampler != "ratio",
         "search.top_p",
         f"objective.name={config.objective.name} reads ratios to the sampler, which are biased if "
@@ -215,22 +194,19 @@ def _objective(config: Config) -> None:
     )
     if not config.objective.built.value("vine_tokens"):
         return
-    _need(
-        config,
+    yield (
         config.placement not in ("hosts", "fleet"),
         "placement",
         "state values need searchers in the trainer's process",
         "Set --config.placement=auto.",
     )
-    _need(
-        config,
+    yield (
         not config.search.stop_strings,
         "search.stop_strings",
         "a continuation starts within a response and would not match a text that began before",
         "Set --config.search.stop_strings=().",
     )
-    _need(
-        config,
+    yield (
         not config.task.environment,
         "objective.name",
         "task.environment does not support the state values that VinePPO estimates",
@@ -238,37 +214,36 @@ def _objective(config: Config) -> None:
     )
 
 
-def _environment(config: Config) -> None:
+def _environment(config: Config) -> Iterator[Rule]:
     """Refuse settings that do not work with episodes of several turns."""
     if not config.task.environment:
         rule = "no task.environment is set, and only environments use a renderer"
-        _need(config, not config.task.renderer, "task.renderer", rule, "Leave it empty.")
+        yield not config.task.renderer, "task.renderer", rule, "Leave it empty."
         return
     for name, reason in (
         ("search.min_new_tokens", "each turn may end at once"),
         ("task.start_path", "given responses have no environment"),
         ("eval.gold", "observations would count"),
     ):
-        _need_default(config, name, f"with task.environment it cannot be set: {reason}")
+        yield _default(config, name, f"with task.environment it cannot be set: {reason}")
 
 
-def _engine(config: Config) -> None:
+def _engine(config: Config) -> Iterator[Rule]:
     """Refuse settings that make an inference server's log-probs differ from the policy's."""
     if not config.search.server:
         return
     is_alone = config.num_searchers == 1 and config.placement not in ("hosts", "fleet")
-    _need(
-        config,
+    yield (
         config.lora.rank > 0 or is_alone,
         "search.engine",
         "a server has one set of weights, which a single searcher of this process loads",
         "Set --config.num_searchers=1 --config.placement=shared, or --config.lora.rank=16.",
     )
     for name in ("sampling_temperature", "top_p", "min_new_tokens", "explore", "quantization"):
-        _need_default(config, f"search.{name}", "with a server it has no effect on log-probs")
+        yield _default(config, f"search.{name}", "with a server it has no effect on log-probs")
 
 
-def _need_default(config: Config, field: str, rule: str) -> None:
+def _default(config: Config, field: str, rule: str) -> Rule:
+    """Return the rule that a field has its default."""
     default = SETTINGS[field].default
-    is_default = get_field(config, field) == default
-    _need(config, is_default, field, rule, f"Set --config.{field}={default!r}.")
+    return get_field(config, field) == default, field, rule, f"Set --config.{field}={default!r}."

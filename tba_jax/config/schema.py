@@ -217,8 +217,7 @@ def unflatten(values: Mapping[str, Any]) -> Config:
         ConfigError: see `replace`.
     """
     default = defaults(str(values.get("objective.name")))
-    given = {name: v for name, v in values.items() if name in SETTINGS or v != default.get(name)}
-    return make_config({name: math.inf if v == "inf" else v for name, v in given.items()})
+    return make_config({n: v for n, v in values.items() if n in SETTINGS or v != default.get(n)})
 
 
 def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
@@ -228,12 +227,8 @@ def difference(old: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
         old: fields of the run on disk, from `flatten`.
         new: fields of this command, from `flatten`.
     """
-    lines = []
-    for name in sorted(set(old) | set(new)):
-        # num_steps may not change, because learning-rate schedules depend on it.
-        if name in SETTINGS and SETTINGS[name].on_resume:
-            continue
-        before, after = old.get(name, "(absent)"), new.get(name, "(absent)")
-        if before != after:
-            lines.append(f"{name}: {before!r} -> {after!r}")
-    return lines
+    names = [n for n in sorted({*old, *new}) if n not in SETTINGS or not SETTINGS[n].on_resume]
+    changes = ((name, old.get(name, "(absent)"), new.get(name, "(absent)")) for name in names)
+    return [
+        f"{name}: {before!r} -> {after!r}" for name, before, after in changes if before != after
+    ]

@@ -18,7 +18,6 @@ PRESETS = {
         "task.name": "custom",
         "task.max_prompt_tokens": 0,
         "task.num_eval_prompts": 256,
-        "batch.num_prompts": 16,
         "objective.group_size": 8,
         "objective.beta": "linear(0.2, 0.05)",
         "optimizer.learning_rate": 0.0,
@@ -26,10 +25,7 @@ PRESETS = {
         "search.max_new_tokens": 256,
         "search.num_slots": 64,
         "search.initial_fill": 128,
-        "replay.recency_prob": 0.95,
         "replay.pace": "trainer",
         "replay.max_staleness": 4,
-        "eval.period": 50,
-        "checkpoint.period": 50,
     },
 }

@@ -26,29 +26,20 @@ qwen3_1_7b, qwen3_4b, gemma_3_12b, gpt_oss_20b, qwen3_30b_a3b
 
 from typing import Any
 
+from tba_jax.config.methods import METHODS
+
 PRESETS: dict[str, dict[str, Any]] = {
     "arithmetic": {
         "num_steps": 60,
-        "sync_period": 1,
-        "num_searchers": 1,
-        # Two CPU devices: one device runs one program at a time, so that searcher and trainer would
-        # take turns on it (60 steps in 47 s instead of 25 s).
-        "task.name": "arithmetic",
         "task.max_prompt_tokens": 12,
-        "task.num_eval_prompts": 512,
         # A batch has 40 to 60 distinct responses: one compiled program of 64 rows is enough.
-        "batch.num_prompts": 16,
         "batch.micro_batch_rows": 64,
-        "objective.group_size": 16,
-        "objective.beta": 0.05,
         "optimizer.learning_rate": "linear(4e-4, 0, warmup=3)",
-        "search.samples_per_prompt": 16,
         "search.max_new_tokens": 16,
         # Responses have about seven tokens. More slots would not raise the throughput, but each
         # response would take longer and be two steps staler.
         "search.num_slots": 64,
         # Searcher and trainer share two cores: if one runs ahead, it takes time from the other.
-        "replay.recency_prob": 0.95,
         "replay.pace": "trainer",
         "replay.max_staleness": 2,
         "replay.max_bytes": 256 * 2**20,
@@ -88,12 +79,10 @@ PRESETS: dict[str, dict[str, Any]] = {
         # TRL adds 1e-7; it does not matter in bfloat16.
         "search.sampling_temperature": 0.7,
         "search.initial_fill": 500,
-        "replay.recency_prob": 0.95,
         "eval.period": 100,
     },
     "math": {
         "num_steps": 400,
-        "sync_period": 1,
         "num_searchers": 4,
         "placement": "split",
         # 16 bytes of master weight, moments and reference per parameter, and its gradient: 152 GB
@@ -107,15 +96,12 @@ PRESETS: dict[str, dict[str, Any]] = {
         # One group per trainer device at a time, a row with its prompt once.
         "batch.num_prompts": 32,
         "batch.micro_batch_rows": 64,
-        "objective.group_size": 16,
         "objective.beta": 0.005,
         "objective.importance": "none",
         "optimizer.learning_rate": 1e-6,
         "optimizer.b2": 0.99,
         "optimizer.weight_decay": 0.01,
-        "optimizer.clip_norm": 1.0,
         "reference.reset_period": 50,
-        "search.samples_per_prompt": 16,
         "search.max_new_tokens": 2048,
         "search.num_slots": 64,
         # No replay, and data at most two steps old; TBA' with async_level = 2 has exactly two.
@@ -135,10 +121,7 @@ PRESETS["gsm8k_official"] = {
 for _lag in (2, 10):
     PRESETS[f"tba_prime_{_lag}"] = {
         **_MATH,
-        "objective.kl_center": "behavior",
-        "objective.importance": "token_clip",
-        "objective.importance_cap": 8.0,
-        "objective.kl_clamp": 10.0,
+        **METHODS["tba_prime"],
         "replay.max_staleness": _lag,
     }
 

@@ -33,10 +33,7 @@ _PAPER = {
     "task.max_prompt_tokens": 8,
     "task.num_eval_prompts": 1,
     "lora.rank": 32,
-    "lora.alpha": 16.0,
     "batch.num_prompts": 8,
-    "objective.group_size": 16,
-    "objective.beta": 0.05,
     "objective.scale": "paper",
     "objective.log_z": "learned",
     "objective.importance": "none",
@@ -44,7 +41,6 @@ _PAPER = {
     # the rate ends at 88 % of its peak.
     "optimizer.learning_rate": "linear(1e-4, 0, 39900, warmup=100)",
     "optimizer.weight_decay": 0.01,
-    "optimizer.clip_norm": 1.0,
     "search.samples_per_prompt": 128,
     "search.num_slots": 128,
     "search.max_new_tokens": 20,
@@ -66,9 +62,6 @@ _PAPER = {
 
 PRESETS = {
     "toy": {
-        "num_steps": 100,
-        "sync_period": 1,
-        "num_searchers": 1,
         "task.name": "redteam",
         "task.max_prompt_tokens": 1,
         "task.num_eval_prompts": 1,
@@ -77,13 +70,11 @@ PRESETS = {
         # With beta = 0.5, groups without a success pull the policy to the reference as strongly as
         # rare successes move it away.
         # Successes of any age are worth training on: ratios to their samplers are not bounded.
-        "objective.group_size": 16,
         "objective.beta": 0.2,
         "objective.importance": "none",
         "optimizer.learning_rate": "linear(1e-3, 0, warmup=5)",
         # Four copies of the empty prompt: the slots hold 64 attacks, as many as a batch.
         "search.num_slots": 64,
-        "search.samples_per_prompt": 16,
         "search.max_new_tokens": 12,
         "search.min_new_tokens": 5,
         "search.explore": (0.1, 1.0, 1.3),
@@ -96,7 +87,6 @@ PRESETS = {
         # The victim answers -9.
         "classifier.target": "=-9$",
         "checkpoint.period": 0,
-        "eval.period": 50,
         "eval.num_samples": 1024,
         "eval.temperature": 1.0,
     },

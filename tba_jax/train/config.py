@@ -59,10 +59,6 @@ class ObjectiveSettings(Section):
     own: tuple[tuple[str, Any], ...] = ()
     """Settings of the chosen objective that differ from its defaults: (name, value), sorted."""
 
-    def values(self) -> dict[str, Any]:
-        found = super().values()
-        return found | dict(found.pop("own"))
-
     def replaced(self, values: Mapping[str, Any]) -> Self:
         """Return the settings with these values; `own` gets those that only one objective has.
 

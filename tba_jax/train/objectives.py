@@ -211,7 +211,7 @@ def own_settings(name: str) -> tuple[Setting, ...]:
             hint, default = hints.get(own, type(parameter.default)), parameter.default
             about = [x for x in getattr(hint, "__metadata__", ()) if isinstance(x, About)]
             type_ = typing.get_args(hint)[0] if about else hint
-            declared = (about or [About("")])[0]._asdict() | {"on_resume": False, "among": ()}
+            declared = (about or [About("")])[0]._asdict()
             found.append(Setting(f"objective.{own}", type_, default, **declared))
     return tuple(found)
 

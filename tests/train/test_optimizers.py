@@ -43,7 +43,7 @@ def test_a_schedule_is_printed_as_it_is_written(text):
     [
         ("fast", "is neither a number nor KIND"),
         ("linear(1, 2", "cannot be read as KIND"),
-        ("linaer(1, 2)", "'linaer' must be one of constant, linear, cosine"),
+        ("linaer(1, 2)", "'linaer' must be one of linear, cosine"),
         ("linear(1)", "linear takes START, FINAL, STEPS, and 1 numbers are given"),
         ("linear(1, 2, 0)", "STEPS = 0 must be a whole number, at least 1"),
         ("linear(1, 'a')", "FINAL = 'a' must be a number"),
