@@ -148,7 +148,7 @@ def test_configs_cannot_be_imported_by_accident():
 # replay also has the form in which the buffer, checkpoints and messages hold trajectories;
 # commands exports adapters and other dtypes.
 LIMITS = {
-    "flow": 945,
+    "flow": 900,
     "replay": 945,
     "train": 2163,
     "search": 1102,

@@ -17,8 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tba_jax.flow.bin_packing import Placements, place
-from tba_jax.flow.padding import Padding, bucket_length
+from tba_jax.flow.padding import Padding, Placements, bucket_length, place, row_buckets
 from tba_jax.flow.trajectory import Draw
 
 # Numbers of rows to compile for: of rows with one response, of packed rows, of packed rows that fit
@@ -167,8 +166,7 @@ class RowLayout:
             step: version that is trained.
 
         Raises:
-            ValueError: a prompt or response exceeds its largest bucket, or both exceed a row; or a
-                response lacks advantages.
+            ValueError: a prompt or response exceeds its largest bucket, or both exceed a row.
         """
         groups = [_sequences(i, d) for i, d in enumerate(draws)]
         sequences = [x for group in groups for x in group]
@@ -183,19 +181,14 @@ class RowLayout:
         if places.num_rows <= most:
             num_rows = bucket_length(places.num_rows, self.buckets)
         batch = self.empty(num_rows, prompt, response)
-        lacking = self._fill_groups(batch, draws, step)
+        self._fill_groups(batch, draws, step)
         # Row q of micro-batch b of `num` is row q * num + b.
         at_once = min(self.at_once or num_rows, num_rows)
         num = num_rows // at_once
         rows = places.rows % at_once * num + places.rows // at_once
         self._fill_rows(batch, draws, sequences, places._replace(rows=rows))
-        missing = sorted(
-            {
-                int(row)
-                for row, sequence in zip(rows, sequences, strict=True)
-                if any((sequence.prompt, j) in lacking for j in sequence.slots)
-            }
-        )
+        scored = self._scored(batch)
+        missing = np.unique(batch.source[np.isnan(batch.reference)] // scored).tolist()
         multiple = at_once if at_once < num_rows else self.row_multiple
         size = bucket_length(len(missing), row_buckets(num_rows, multiple, _MISSING_BUCKETS))
         padded = missing + [num_rows] * (size - len(missing))
@@ -240,16 +233,17 @@ class RowLayout:
             advantages=array(self.has_advantages, tokens, np.float32),
         )
 
+    def _scored(self, batch: Batch) -> int:
+        """Return the number of scored positions of a row."""
+        return self.row_length or self.responses * batch.source.shape[2]
+
     def largest(self) -> Batch:
         """Return a batch of padding in the largest shape of a run."""
-        padding = self.padding
-        return self.empty(
-            self.buckets[-1], padding.prompt_buckets[-1], padding.response_buckets[-1]
-        )
+        lengths = self.padding.prompt_buckets[-1], self.padding.response_buckets[-1]
+        return self.empty(self.buckets[-1], *lengths)
 
-    def _fill_groups(self, batch: Batch, draws: Sequence[Draw], step: int) -> set[tuple[int, int]]:
-        """Write everything that belongs to responses; return the responses without a reference."""
-        lacking = set()
+    def _fill_groups(self, batch: Batch, draws: Sequence[Draw], step: int) -> None:
+        """Write everything that belongs to responses."""
         for i, draw in enumerate(draws):
             for j, y in enumerate(draw.trajectories):
                 n = len(y.response_tokens)
@@ -261,20 +255,14 @@ class RowLayout:
                     batch.reference[i, j, :n] = y.reference_token_logprobs
                 elif self.reference != "none":
                     batch.reference[i, j, :n] = np.nan
-                    lacking.add((i, j))
                 batch.rewards[i, j] = y.reward
                 is_of_policy = y.sampling_temperature == self.policy_temperature
                 has_version = y.version_min >= 0 and is_of_policy
                 batch.staleness[i, j] = step - y.version_min if has_version else -1
                 batch.is_drawn[i, j] = True
                 if batch.advantages is not None:
-                    if y.token_advantages is None:
-                        raise ValueError(
-                            f"a response to prompt {y.prompt_id} has no advantages, which this "
-                            "objective needs; start the run in another --workdir"
-                        )
+                    assert y.token_advantages is not None, "the response has no advantages"
                     batch.advantages[i, j, :n] = y.token_advantages
-        return lacking
 
     def _place(
         self,
@@ -294,11 +282,12 @@ class RowLayout:
         at_once = self.at_once if self.is_whole else 0
         if not self.row_length:
             c = self.responses
-            found = place([[1] * -(-len(group) // c) for group in groups], 1, at_once)
             # Up to c sequences of a group are in the row of one piece.
+            pieces = [-(-len(group) // c) for group in groups]
+            found = place([[1] * num for num in pieces], 1, at_once)
             number = np.concatenate([np.arange(len(group)) for group in groups])
-            first = np.cumsum([0, *(-(-len(group) // c) for group in groups)])
-            piece = np.repeat(first[:-1], [len(group) for group in groups]) + number // c
+            first = np.repeat(np.cumsum([0, *pieces[:-1]]), [len(group) for group in groups])
+            piece = first + number // c
             starts = prompt + number % c * response
             return Placements(found.rows[piece], starts, found.leads[piece], found.num_rows)
         sizes = [len(d.prompt.tokens) for d in draws]
@@ -321,17 +310,16 @@ class RowLayout:
         places: Placements,
     ) -> None:
         """Write the sequences with their prompts into their rows, and their sources."""
-        width, t = batch.tokens.shape[1], batch.source.shape[2]
-        scored = self.row_length or self.responses * t
+        width, t, scored = batch.tokens.shape[1], batch.source.shape[2], self._scored(batch)
         for at, sequence in enumerate(sequences):
             x, n = draws[sequence.prompt].prompt.tokens, len(sequence.tokens)
             row, start = places.rows[at], int(places.starts[at])
-            if batch.prompt_lengths is not None and batch.response_lengths is not None:
+            if not self.row_length:
                 prompt_end = width - scored
                 batch.tokens[row, prompt_end - len(x) : prompt_end] = x
                 batch.prompt_lengths[row] = len(x)
                 batch.response_lengths[row, (start - prompt_end) // t] = n
-            elif batch.segments is not None and batch.positions is not None:
+            else:
                 own = x if places.leads[at] else x[:0]
                 first, start = start, start + len(own)
                 batch.tokens[row, first:start] = own
@@ -344,7 +332,6 @@ class RowLayout:
             source = row * scored + start - (width - scored) + np.arange(n)
             batch.source[sequence.prompt, sequence.slots, sequence.path] = source
         if batch.contexts is not None:
-            assert batch.segments is not None and batch.positions is not None
             is_there = batch.segments > 0
             begun = np.cumsum(is_there & (batch.positions == 0), axis=1)
             batch.contexts[:] = np.where(is_there, begun, 0)
@@ -356,10 +343,9 @@ def _sequences(prompt: int, draw: Draw) -> list[_Sequence]:
     for j, y in enumerate(draw.trajectories):
         slots.setdefault((y.response_tokens.tobytes(), y.path_lengths), []).append(j)
     return [
-        _Sequence(prompt, own, y.response_tokens[path], path)
+        _Sequence(prompt, own, draw.trajectories[own[0]].response_tokens[path], path)
         for own in slots.values()
-        for y in (draw.trajectories[own[0]],)
-        for path in y.paths
+        for path in draw.trajectories[own[0]].paths
     ]
 
 
@@ -386,16 +372,3 @@ def most_rows(num_prompts: int, group_size: int, *, at_once: int, is_whole: bool
     if is_whole:
         return math.ceil(num_prompts / (at_once // group_size)) * at_once
     return math.ceil(num_prompts * group_size / at_once) * at_once
-
-
-def row_buckets(most: int, multiple: int, num: int) -> tuple[int, ...]:
-    """Return up to `num` row counts to compile for, ascending: `most`, its half, its quarter, ...
-
-    Args:
-        most: number of rows that always suffices.
-        multiple: divisor of the counts, which are rounded up.
-        num: maximum number of counts.
-
-    Example: row_buckets(256, 8, 4) == (32, 64, 128, 256).
-    """
-    return tuple(sorted({math.ceil(most / 2**i / multiple) * multiple for i in range(num)}))

@@ -171,10 +171,7 @@ def check_result(result: Result) -> None:
             (y.prompt_id == wanted, f"the response is in the group of prompt {wanted}"),
             (math.isfinite(y.reward), f"reward is {y.reward}; count the response as rejected"),
             (count, "an empty response; wanted at least its last token"),
-            (
-                set(sizes) == {count},
-                f"its arrays have {sizes} values for {count} tokens",
-            ),
+            (set(sizes) == {count}, f"its arrays have {sizes} values for {count} tokens"),
             (np.isfinite(logprobs).all(), _DIVERGED),
             (advantages is None or np.isfinite(advantages).all(), "token_advantages is not finite"),
             (y.is_sampled is None or y.is_sampled.any(), "no token was sampled; leave it out"),

@@ -195,7 +195,8 @@ def _trainer_programs(run: _Run) -> list[Planned]:
     target = mesh if writes_versions(config) else run.placement.publication_mesh
     publish = model_parts.make_publication_program(config, model_config, target)
     state, frozen, held = run.state, run.frozen, run.held
-    variants = len(layout.buckets) * (1 if layout.row_length else layout.padding.num_shapes)
+    lengths = len(layout.padding.prompt_buckets) * len(layout.padding.response_buckets)
+    variants = len(layout.buckets) * (1 if layout.row_length else lengths)
     flops, read = _step_work(run, batch, layout.at_once)
     weights = shard_bytes(state.params)
     return [

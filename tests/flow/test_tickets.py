@@ -33,14 +33,6 @@ def test_what_was_packed_comes_back_exactly():
     assert unpack_arrays(pack_arrays({}, None)) == ({}, None)
 
 
-def test_whatever_byte_is_damaged_it_is_refused():
-    data = pack_arrays(ARRAYS, META)
-    for at in range(len(data)):
-        for damaged in (data[:at], data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]):
-            with pytest.raises(ValueError, match="checksum"):
-                unpack_arrays(damaged)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
