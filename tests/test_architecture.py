@@ -199,7 +199,7 @@ TEST_LIMITS = {
     ("serving",): 1062,
     ("remote",): 692,
     ("run",): 1134,  # what a config.json alone means; the start model of resumed runs
-    OTHERS: 2083,
+    OTHERS: 2078,
     ("",): 1721,  # with padded responses, which were a part of the package
 }
 
