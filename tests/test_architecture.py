@@ -149,7 +149,7 @@ def test_configs_cannot_be_imported_by_accident():
 # commands exports adapters and other dtypes.
 LIMITS = {
     "flow": 900,
-    "replay": 945,
+    "replay": 900,
     "train": 2163,
     "search": 1102,
     "evaluation": 735,
@@ -188,7 +188,7 @@ OTHERS = ("bench", "devices", "flow", "launch", "storage", "studies", "tasks", "
 TEST_LIMITS = {
     ("models", "decoding", "golden"): 3527,
     ("train",): 1387,
-    ("replay",): 590,
+    ("replay",): 583,
     ("search", "evaluation"): 819,
     ("chaos",): 355,
     ("rewards", "environments"): 2067,

@@ -68,7 +68,7 @@ class ReplayBuffer:
 
     # --- merge ---------------------------------------------------------------------------------
 
-    def merge(self, groups: Sequence[Group], step: int) -> dict[str, int]:
+    def merge(self, groups: Sequence[Group], step: int) -> None:
         """Add groups, then remove responses down to the limits.
 
         Merges at one step count as one merge: while the trainer waits, later merges add to the
@@ -77,19 +77,14 @@ class ReplayBuffer:
         Args:
             groups: groups that `check_result` accepts.
             step: number of completed optimiser steps.
-
-        Returns:
-            Increase of each ledger counter, plus "rejected".
         """
         with self._lock:
-            before = self._ledger.totals()
             self._step = step
             for group in groups:
                 self._ledger.reject(group.rejected)
                 if group.trajectories:
                     self._begin_merge(step)
                     self._insert(group)
-            return {name: n - before[name] for name, n in self._ledger.totals().items()}
 
     def _begin_merge(self, step: int) -> None:
         """Forget the merge before; without a bound of staleness its groups are no longer fresh."""
@@ -228,9 +223,8 @@ class ReplayBuffer:
             return self._without_equal(draws)
 
     def _must_wait(self, num_fresh: int, group_size: int) -> bool:
-        if self._settings.pace == "off" or len(self._fresh) >= num_fresh:
-            return False
-        return sum(max(1, g.num_unused // group_size) for g in self._fresh) < num_fresh
+        num_waiting = sum(max(1, group.num_unused // group_size) for group in self._fresh)
+        return self._settings.pace == "trainer" and num_waiting < num_fresh
 
     def _draw_slot(self, is_fresh: bool, group_size: int, taken: set[int]) -> Draw:
         """Draw a slot; with equal_rewards=redraw, until its rewards differ.
@@ -326,9 +320,10 @@ class ReplayBuffer:
                     continue
                 for row_id, y, logprobs in zip(draw.ids, draw.trajectories, own, strict=True):
                     if (i := store.find(y.version_min, row_id)) is not None:
-                        packed = self._packer.with_reference(store.packed[i], logprobs)
-                        self.num_bytes += len(packed) - len(store.packed[i])
-                        store.packed[i] = packed
+                        whole = dataclasses.replace(y, reference_token_logprobs=logprobs)
+                        self.num_bytes -= len(store.packed[i])
+                        store.packed[i] = self._packer.pack(whole)
+                        self.num_bytes += len(store.packed[i])
             self._shrink()
 
     # --- counts --------------------------------------------------------------------------------
@@ -376,15 +371,12 @@ class ReplayBuffer:
                 **self._ledger.stats(),
             }
 
-    def warnings(self) -> list[str]:
-        """Return a warning for each kind of waste or bias so far, with the setting to change."""
-        with self._lock:
-            return self._ledger.warnings(self._settings)
-
     def economy(self) -> dict[str, Any]:
-        """Return the shares of used responses and groups, and warnings."""
-        stats, names = self.stats(), ("trained_share", "length_rank", "effective_m")
-        return {**{x: stats[f"buffer/{x}"] for x in names}, "warnings": self.warnings()}
+        """Return shares of used groups, and a warning for each kind of waste or bias so far."""
+        names = ("trained_share", "length_rank", "effective_m")
+        with self._lock:
+            stats, warnings = self._ledger.stats(), self._ledger.warnings(self._settings)
+        return {**{x: stats[f"buffer/{x}"] for x in names}, "warnings": warnings}
 
     # --- checkpoints ---------------------------------------------------------------------------
 

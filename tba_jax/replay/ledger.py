@@ -59,22 +59,17 @@ class Ledger:
         self.rejected.update(reasons)
         self.counters["generated"] += sum(reasons.values())
 
-    def totals(self) -> dict[str, int]:
-        """Return all counters, and the total of rejected responses."""
-        return {**self.counters, "rejected": self.rejected.total()}
-
     def check(self, num_waiting: int, num_generated: int | None) -> None:
         """See `ReplayBuffer.check_ledger`."""
-        totals = self.totals()
-        generated = num_generated
-        if generated is None:
-            generated = totals["generated"] + num_waiting
-        gone = {k: n for k, n in totals.items() if k.startswith("evicted_")}
-        total = num_waiting + totals["stored"] + sum(gone.values()) + totals["rejected"]
-        if generated != total:
+        counts, rejected = self.counters, self.rejected.total()
+        if num_generated is None:
+            num_generated = counts["generated"] + num_waiting
+        gone = {k: n for k, n in counts.items() if k.startswith("evicted_")}
+        total = num_waiting + counts["stored"] + sum(gone.values()) + rejected
+        if num_generated != total:
             raise LedgerError(
-                f"{generated} responses were generated, but {total} are accounted for: "
-                f"{num_waiting} wait for a merge, {totals['stored']} stored, {gone}, "
+                f"{num_generated} responses were generated, but {total} are accounted for: "
+                f"{num_waiting} wait for a merge, {counts['stored']} stored, {gone}, "
                 f"rejected {dict(self.rejected)}"
             )
 

@@ -12,11 +12,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jaxtyping import Float
 
 from tba_jax.flow.trajectory import FinishReason, Prompt, Trajectory
-
-Snapshot = tuple[dict[str, np.ndarray], dict[str, Any]]
 
 # Numbers of a trajectory: prompt ID and reward; oldest and newest version, ticket, row of the
 # shared values, tokens, paths, and a bit for each array.
@@ -76,16 +73,6 @@ class Packer:
             ]
         )
 
-    @staticmethod
-    def with_reference(packed: bytes, logprobs: Float[np.ndarray, " t"]) -> bytes:
-        """Return a packed trajectory with these log-probs of the reference."""
-        *numbers, count, num_paths, has = _HEAD.unpack_from(packed)
-        end = len(packed) - count * bool(has & 16)  # `is_sampled` comes after them
-        begin = end - 4 * count * bool(has & 8)
-        head = _HEAD.pack(*numbers, count, num_paths, has | 8)
-        new = np.asarray(logprobs, "<f4").tobytes()
-        return head + packed[_HEAD.size : begin] + new + packed[end:]
-
     def unpack(self, packed: bytes) -> Trajectory:
         """Return the trajectory that `pack` converted; its arrays are read-only views."""
         prompt_id, reward, *integers = _HEAD.unpack_from(packed)
@@ -118,7 +105,7 @@ class Packer:
 
 def to_snapshot(
     prompts: Sequence[Prompt], packed: Sequence[Sequence[bytes]], packer: Packer
-) -> Snapshot:
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Return prompts, each with its packed trajectories, as a snapshot."""
     sizes = [len(own) for own in packed]
     arrays = {

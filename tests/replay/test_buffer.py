@@ -23,7 +23,7 @@ from scipy.stats import rankdata
 from tba_jax.flow.trajectory import Group
 from tba_jax.replay.config import PROMPT_OVERHEAD_BYTES, RESPONSE_OVERHEAD_BYTES, ReplaySettings
 from tba_jax.replay.ledger import Ledger, LedgerError
-from tba_jax.replay.records import Packer, from_snapshot
+from tba_jax.replay.records import from_snapshot
 
 # --- contents ------------------------------------------------------------------------------------
 
@@ -55,14 +55,6 @@ def test_a_draw_gives_back_exactly_what_was_merged():
             assert_same_trajectory(y, ys[row_id])
             assert not y.response_tokens.flags.writeable
         assert draw.prompt.columns == {"answer": "3"} and draw.prompt.tokens.tolist() == [1, 2]
-
-
-def test_references_are_written_into_packed_trajectories():
-    packer = Packer()
-    for y in varied_trajectories():
-        logprobs = np.full(len(y.response_tokens), -0.5, np.float32)
-        whole = packer.pack(dataclasses.replace(y, reference_token_logprobs=logprobs))
-        assert packer.with_reference(packer.pack(y), logprobs) == whole
 
 
 def test_references_stay_with_their_responses():
@@ -136,9 +128,10 @@ def size_of(kept, of_prompt, of_row):
 def test_the_ledger_check_sees_a_lost_and_an_invented_response():
     buffer = make_buffer()
     rejected = {1: {"reward_timeout": 2}, 2: {"reward_timeout": 1, "reward_nan": 1}}
-    counts = buffer.merge(make_groups({1: [[5]], 2: []}, rejected=rejected), 0)
-    assert (counts["generated"], counts["stored"], counts["rejected"]) == (5, 1, 4)
-    assert buffer.ledger()["rejected"] == {"reward_timeout": 3, "reward_nan": 1}
+    buffer.merge(make_groups({1: [[5]], 2: []}, rejected=rejected), 0)
+    counts = buffer.ledger()
+    assert (counts["generated"], counts["stored"]) == (5, 1)
+    assert counts["rejected"] == {"reward_timeout": 3, "reward_nan": 1}
     buffer.check_ledger(0)
     buffer.check_ledger(4, num_generated=9)
     with pytest.raises(LedgerError, match="8 responses were generated, but 9 are accounted for"):
@@ -325,10 +318,10 @@ def test_length_rank_against_scipys_ranks():
 def test_warnings_of_waste_lengths_and_m():
     buffer = make_buffer(recency_prob=1.0)
     for step in range(20):
-        assert buffer.warnings() == []
+        assert buffer.economy()["warnings"] == []
         buffer.merge(make_groups({3 * step + n: distinct_responses(2) for n in range(3)}), step)
         buffer.draw(2, 2, step)
-    (waste,) = buffer.warnings()  # 40 of 59 groups
+    (waste,) = buffer.economy()["warnings"]  # 40 of 59 groups
     assert waste.startswith("only 68% of the searchers' groups") and "max_staleness" in waste
     ledger, settings = Ledger(), ReplaySettings(recency_prob=0.95)
     ledger.counters |= {"batches": 20, "slots": 100, "fresh": 95, "groups_trained": 95}
