@@ -37,7 +37,7 @@ from tba_jax.rewards.scores import RewardSource
 from tba_jax.run import model_parts, task_parts
 from tba_jax.run.object_store import storage_of
 from tba_jax.run.workdir import code_version, run_id_of
-from tba_jax.search.sampler import SEARCHER_ROLE, Sampler, StateValues
+from tba_jax.search.sampler import SEARCHER_ROLE, Sampler
 from tba_jax.search.searcher import SearchParts
 from tba_jax.search.start_data import GivenScorer
 from tba_jax.serving.vllm import InferenceServer
@@ -252,7 +252,7 @@ def make_searchers(shared: Shared, weights: OnDevices | WeightFolder) -> tuple[S
     # A response of a server with adapters keeps the version that it began with.
     keeps_version = config.search.server and config.lora.rank and not config.task.environment
     swaps_in_flight = bool(keeps_version) or config.objective.built.needs.sampler != "policy"
-    states = StateValues(config.objective.built.value("vine_tokens", 0))
+    state_tokens = config.objective.built.value("vine_tokens", 0)
     key = fold_in(jax.random.key(config.seed), SEARCHER_ROLE)
     environments = rewards.environments
     task_parts.check_environments(config, shared.task, environments)
@@ -285,7 +285,7 @@ def make_searchers(shared: Shared, weights: OnDevices | WeightFolder) -> tuple[S
                 evaluated=evaluated_weights(
                     weights.at, i, functools.partial(shared.start_params, site)
                 ),
-                sampler=Sampler(engine, config.search, key, environments, states),
+                sampler=Sampler(engine, config.search, key, environments, state_tokens),
                 grader=grader,
                 evaluator=task_parts.make_shard_evaluator(
                     config, decoder, grader, measures[site], environments

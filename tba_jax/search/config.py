@@ -6,15 +6,13 @@ from typing import Literal
 
 from tba_jax.settings import Section, field, need
 
-_DEVICES = "devices"
-
 
 @dataclass(frozen=True)
 class SearchSettings(Section):
     """Settings of searchers: sampling and decoding."""
 
     engine: str = field(
-        _DEVICES,
+        "devices",
         "devices: searchers decode on their devices; or the URL of a server that samples, with "
         "vLLM's routes for adapters, or for all weights; its key is the environment variable "
         "OPENAI_API_KEY",
@@ -73,9 +71,7 @@ class SearchSettings(Section):
         "log-probs still use sampling_temperature; empty: none",
     )
     initial_fill: int = field(
-        0,
-        "number of responses that searchers sample before the first training step",
-        at_least=0,
+        0, "number of responses that searchers sample before the first training step", at_least=0
     )
     exact_lag: int = field(
         0,
@@ -86,7 +82,7 @@ class SearchSettings(Section):
     @property
     def server(self) -> str:
         """URL of the server that samples; "" if the searchers decode."""
-        return "" if self.engine == _DEVICES else self.engine
+        return "" if self.engine == "devices" else self.engine
 
     @property
     def slots(self) -> int:

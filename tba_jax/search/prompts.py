@@ -8,13 +8,11 @@ problem to a tokenized Prompt. Invariant: a too long prompt is left out and coun
 
 import collections
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import DIVIDER, Tokenizer
-from tba_jax.tasks.task import Task
-
-Split = Literal["train", "eval"]
+from tba_jax.tasks.task import Split, Task
 
 # Characters; tokenizing megabytes only to find them too long would take minutes.
 _LONG_TEXT = 2**16
@@ -71,8 +69,7 @@ class PromptReader:
             raise ValueError(f"{self.task.place(split, index)}: {error}") from error
         if len(tokens) > most:
             return None
-        text = text.replace(DIVIDER, "")
-        return Prompt(prompt_id=index, text=text, tokens=tokens, columns=columns)
+        return Prompt(index, text.replace(DIVIDER, ""), tokens, columns)
 
     def held_out(self, limit: int) -> tuple[list[Prompt], int]:
         """Return the first `limit` held-out prompts (0: all), in the same order for every seed.

@@ -18,7 +18,7 @@ from tba_jax.environments.episode import Episode
 from tba_jax.environments.episodes import EnvironmentPool, EpisodeSession, Sessions, open_session
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.search.config import SearchSettings
-from tba_jax.search.state_values import Continuation, states_of
+from tba_jax.search.state_values import states_of
 from tba_jax.weights.publication import Published
 
 # First fold of the root key: separates searcher draws from other uses of the seed.
@@ -33,12 +33,13 @@ class SampledGroup(NamedTuple):
 
     Attributes:
         episodes: episodes in the order of the samples.
-        continuations: tokens of a state -> sampled responses that continue the state.
+        continuations: tokens of a state -> sampled responses that continue the state; their tokens
+            include those of the state.
     """
 
     prompt: Prompt
     episodes: tuple[Episode, ...]
-    continuations: Mapping[bytes, Sequence[Continuation]] = {}
+    continuations: Mapping[bytes, Sequence[Episode]] = {}
 
 
 @dataclasses.dataclass
@@ -49,20 +50,7 @@ class _Open:
     prompt: Prompt
     episodes: list[Episode | None]
     left: int
-    requests: list[int] = dataclasses.field(default_factory=list)
-    continuations: dict[bytes, list[Continuation]] = dataclasses.field(default_factory=dict)
-
-
-class StateValues(NamedTuple):
-    """Settings of the estimation of state values by sampled continuations.
-
-    Attributes:
-        tokens: number of tokens between two states of a response; 0: no estimates.
-        samples: number of continuations per state.
-    """
-
-    tokens: int
-    samples: int = 4
+    continuations: dict[bytes, list[Episode]] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,14 +59,18 @@ class Sampler:
 
     Args:
         key: uint32 [2], the root key of the run with `SEARCHER_ROLE` folded in.
-        episodes: settings of episodes, for a task with an environment.
+        environments: processes with the environments of a task that has one.
+        state_tokens: number of tokens between two states of a response whose values are estimated
+            by sampled continuations; 0: no estimates.
+        num_continuations: number of continuations per state.
     """
 
     decoder: Sessions
     settings: SearchSettings
     key: np.ndarray
     environments: EnvironmentPool | None = None
-    states: StateValues = StateValues(0)
+    state_tokens: int = 0
+    num_continuations: int = 4
 
     def open(self, published: Published) -> "GroupSession":
         """Return an empty session."""
@@ -131,8 +123,7 @@ class GroupSession:
         temperatures = self._sampler.temperatures(key)
         size = len(temperatures)
         request = self.session.submit(prompt, row_keys(key, size), self._sampling, temperatures)
-        group = _Open(number, prompt, [None] * size, size, [request])
-        self._requests[request] = group, None
+        self._requests[request] = _Open(number, prompt, [None] * size, size), None
 
     def step(self) -> dict[int, SampledGroup]:
         """Run one chunk; return the groups that ended in it, by ticket number."""
@@ -154,11 +145,11 @@ class GroupSession:
             if state is None:
                 group.episodes[y.sample] = y
             else:
-                whole = Continuation(np.concatenate([state, y.tokens]), y.has_eos)
+                whole = y._replace(tokens=np.concatenate([state, y.tokens]))
                 group.continuations.setdefault(state.tobytes(), []).append(whole)
             if group.left or (state is None and self._continue(group)):
                 continue
-            for request in group.requests:
+            for request in [r for r, (other, _) in self._requests.items() if other is group]:
                 del self._requests[request]
             ended = tuple(episode for episode in group.episodes if episode is not None)
             complete[group.number] = SampledGroup(group.prompt, ended, group.continuations)
@@ -166,7 +157,7 @@ class GroupSession:
 
     def _continue(self, group: _Open) -> bool:
         """Queue continuations of the states of all responses; return whether any were queued."""
-        sampling, (every, num_continuations) = self._sampling, self._sampler.states
+        sampling, every = self._sampling, self._sampler.state_tokens
         if not every:
             return False
         key = fold_in(self._sampler.key_of(group.number), _CONTINUED)
@@ -180,11 +171,10 @@ class GroupSession:
                 max_new_tokens=sampling.max_new_tokens - len(state),
                 min_new_tokens=max(0, sampling.min_new_tokens - len(state)),
             )
-            keys = row_keys(fold_in(key, i), num_continuations)
+            keys = row_keys(fold_in(key, i), self._sampler.num_continuations)
             temperatures = np.full(len(keys), sampling.temperature)
             request = self.session.submit(prompt, keys, limits, temperatures)
             self._requests[request] = group, state
-            group.requests.append(request)
             group.left += len(keys)
         return bool(states)
 

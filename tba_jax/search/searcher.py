@@ -72,12 +72,8 @@ class _Begun(NamedTuple):
     start_s: float
 
 
-class _Ended(NamedTuple):
-    """A ticket whose responses have ended; `decode_s` is its share of the session's time."""
-
-    begun: _Begun
-    group: SampledGroup
-    decode_s: float
+_Ended = tuple[_Begun, SampledGroup, float]
+"""A ticket whose responses have ended, with its share of the session's decoding time."""
 
 
 class Searcher:
@@ -142,7 +138,7 @@ class Searcher:
             if ticket.responses:
                 assert self.parts.given is not None, "the run has no start data"
                 group = self.parts.given(published.params, ticket, published.version)
-                self._ended.put(_Ended(begun, group, 0.0))
+                self._ended.put((begun, group, 0.0))
             else:
                 groups.submit(ticket.number, ticket.prompt)
                 self._begun[ticket.number] = begun
@@ -163,7 +159,7 @@ class Searcher:
         per_token = spent.decode_s / max(1, spent.tokens)
         for number, group in ended.items():
             decode_s = per_token * sum(y.num_sampled for y in group.episodes)
-            self._ended.put(_Ended(self._begun.pop(number), group, decode_s))
+            self._ended.put((self._begun.pop(number), group, decode_s))
 
     def grade(self) -> bool:
         """Grade and return the finished tickets; return False if there are none."""
@@ -175,7 +171,7 @@ class Searcher:
 
     def _results(self, ended: Sequence[_Ended]) -> list[Result]:
         """Return the results of tickets, with rewards and advantages."""
-        parts, groups = self.parts, [each.group for each in ended]
+        parts, groups = self.parts, [group for _, group, _ in ended]
         start_s = time.monotonic()
         grades = grade_groups(parts.grader, groups)
         advantages = [self._advantages(*each) for each in zip(groups, grades, strict=True)]
@@ -196,7 +192,7 @@ class Searcher:
 
     def _advantages(self, group: SampledGroup, grades: Sequence[Grade]) -> list[np.ndarray] | None:
         """Return the advantages of each response's tokens; None if no values are estimated."""
-        every = self.parts.sampler.states.tokens
+        every = self.parts.sampler.state_tokens
         if not every:
             return None
         values = values_of(self.parts.grader, group.prompt, group.continuations)

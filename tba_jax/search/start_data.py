@@ -6,6 +6,7 @@ the start policy. Invariants: no response is truncated or omitted, and the polic
 each response (tests/search/test_prompts.py).
 """
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -126,8 +127,7 @@ class GivenScorer:
     ) -> None:
         self._temperature, self._padding = scoring.temperature, padding
         self._num_samples = num_samples
-        longest = padding.response_buckets[-1]
-        self._logprobs = make_start_program(config, scoring, max_new_tokens=longest, site=site)
+        self._logprobs = make_start_program(config, scoring, padding.response_buckets[-1], site)
 
     def __call__(self, params: Params, ticket: Ticket, version: int) -> SampledGroup:
         """Return the group of a ticket with given responses.
@@ -142,11 +142,9 @@ class GivenScorer:
             lengths[0, j] = len(response)
             responses[j, : len(response)] = response
         prompt = ticket.prompt.tokens
-        rows = (
-            left_pad([prompt], self._padding.prompt_buckets[-1], pad_id),
-            responses.reshape(1, -1),
-        )
-        tokens, sizes = np.concatenate(rows, axis=1), np.array([len(prompt)], np.int32)
+        padded = left_pad([prompt], self._padding.prompt_buckets[-1], pad_id)
+        tokens = np.concatenate([padded, responses.reshape(1, -1)], axis=1)
+        sizes = np.array([len(prompt)], np.int32)
         logprobs = np.asarray(self._logprobs(params, tokens, sizes, lengths))[0]
         end = (None, "eos", version, version, self._temperature)
         episodes = [
@@ -157,23 +155,18 @@ class GivenScorer:
 
 
 def make_start_program(
-    config: TransformerConfig, scoring: Scoring, *, max_new_tokens: int, site: Site = ANY_DEVICE
+    config: TransformerConfig, scoring: Scoring, max_new_tokens: int, site: Site = ANY_DEVICE
 ) -> Callable[..., Array]:
     """Return jitted (params, tokens, prompt_lengths, response_lengths) -> log-probs [p S t].
 
     Args:
         scoring: scoring settings of the run, with the dtype of the weights.
     """
-    sharding = ComputeSharding(config, site, gathers=False)
-
-    def program(params: Any, *rows: Array) -> Array:
-        return row_token_logprobs(
-            params,
-            *rows,
-            response_bucket=max_new_tokens,
-            config=config,
-            scoring=scoring,
-            sharding=sharding,
-        )
-
+    program = functools.partial(
+        row_token_logprobs,
+        response_bucket=max_new_tokens,
+        config=config,
+        scoring=scoring,
+        sharding=ComputeSharding(config, site, gathers=False),
+    )
     return site.locked(jax.jit(program))

@@ -12,24 +12,12 @@ References:
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import numpy as np
 
+from tba_jax.environments.episode import Episode
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.rewards.scores import Grader
-
-
-class Continuation(NamedTuple):
-    """A whole response that begins with the tokens of a state.
-
-    Attributes:
-        tokens: int32 [t], including the tokens of the state.
-        has_eos: False if the length limit cut the response.
-    """
-
-    tokens: np.ndarray
-    has_eos: bool
 
 
 def states_of(responses: Sequence[np.ndarray], every: int) -> list[np.ndarray]:
@@ -46,7 +34,7 @@ def states_of(responses: Sequence[np.ndarray], every: int) -> list[np.ndarray]:
 
 
 def values_of(
-    grader: Grader, prompt: Prompt, continuations: Mapping[bytes, Sequence[Continuation]]
+    grader: Grader, prompt: Prompt, continuations: Mapping[bytes, Sequence[Episode]]
 ) -> dict[bytes, float]:
     """Return the mean reward of the continuations of each state; nan if none has a reward."""
     flat = [y for of_state in continuations.values() for y in of_state]
@@ -79,8 +67,10 @@ def advantages_of(
     """
     known = np.array([np.nan if r is None else r for r in rewards], np.float64)
     advantages = []
-    for tokens, reward, others in zip(responses, known, _others(known), strict=True):
+    for j, (tokens, reward) in enumerate(zip(responses, known, strict=True)):
         found, start = np.zeros(len(tokens), np.float32), 0
+        others = np.delete(known, j)
+        others = others[~np.isnan(others)]
         value = others.mean() if others.size else reward
         for end in range(every, len(tokens), every):
             after = values[tokens[:end].tobytes()]
@@ -90,8 +80,3 @@ def advantages_of(
         found[start:] = reward - value
         advantages.append(np.zeros_like(found) if np.isnan(reward) else found)
     return advantages
-
-
-def _others(rewards: np.ndarray) -> list[np.ndarray]:
-    """Return, for each response, the known rewards of the other responses."""
-    return [own[~np.isnan(own)] for own in (np.delete(rewards, j) for j in range(len(rewards)))]

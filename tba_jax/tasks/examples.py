@@ -59,10 +59,11 @@ def read_examples(
                 "message of the assistant. Rename the columns of the file"
             )
         try:
+            texts: Any = prompt, response
             if in_template:
-                prompt, response = _in_template(messages, tokenizer, options)
-            tokens = tokenizer.encode(prompt, add_bos=not in_template)
-            answer = np.append(tokenizer.encode(response, add_bos=False), tokenizer.eos_ids[0])
+                texts = _in_template(messages, tokenizer, options)
+            tokens = tokenizer.encode(texts[0], add_bos=not in_template)
+            answer = np.append(tokenizer.encode(texts[1], add_bos=False), tokenizer.eos_ids[0])
         except ValueError as error:
             raise ValueError(f"{where}: {error}") from error
         if not len(tokens):

@@ -13,7 +13,7 @@ from fake_tickets import House
 from tba_jax.decoding.engine import Decoder
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.search.config import SearchSettings
-from tba_jax.search.sampler import Sampler, StateValues
+from tba_jax.search.sampler import Sampler
 from tba_jax.search.state_values import advantages_of, states_of, values_of
 from tba_jax.weights.publication import Published
 
@@ -40,8 +40,8 @@ def decoder():
 
 def make_sampler(decoder, num_continuations):
     settings = SearchSettings(samples_per_prompt=4, max_new_tokens=LIMIT, num_slots=256)
-    states = StateValues(tokens=1, samples=num_continuations)
-    return Sampler(decoder, settings, np.zeros(2, np.uint32), states=states)
+    key = np.zeros(2, np.uint32)
+    return Sampler(decoder, settings, key, None, 1, num_continuations)
 
 
 def sampled(sampler, published, *numbers):
