@@ -152,7 +152,7 @@ LIMITS = {
     "replay": 900,
     "train": 2163,
     "search": 1050,
-    "evaluation": 735,
+    "evaluation": 700,
     "weights": 448,
     "devices": 1093,
     "storage": 365,

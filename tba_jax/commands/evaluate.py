@@ -73,7 +73,7 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
 
         rewards, gold = map(closed, make_rewards(config, task, tokenizer, site))
         environments = closed(parts.make_environments(config, tokenizer))
-        reference = start_params if config.eval.reference_metrics else None
+        reference = start_params if config.eval.gold else None
         scoring = model_parts.make_scoring(config, tokenizer)
         padding = model_parts.make_padding(config, tokenizer)
         measures = make_measures(model_config, tokenizer, [site], gold, reference, scoring, padding)

@@ -105,7 +105,10 @@ class SentenceEmbedder:
         self._max_tokens = min(max_tokens, config.max_tokens)
         self._buckets = length_buckets(self._max_tokens, 3)
         self._batch_rows = batch_rows
-        self._program = make_embed_program(config)
+        # (params, tokens [b s], mask [b s]) -> unit vectors [b d]
+        self._program = jax.jit(
+            functools.partial(encoder.embed_sentences, config=config, compute_dtype=jnp.float32)
+        )
 
     def __call__(self, texts: Sequence[str]) -> "Float[np.ndarray, 'n d']":
         """Return embeddings of unit length."""
@@ -122,10 +125,3 @@ class SentenceEmbedder:
                 tokens[i, : len(row)], mask[i, : len(row)] = row, True
             out.append(np.asarray(self._program(self._params, tokens, mask))[: len(rows)])
         return np.concatenate(out)
-
-
-def make_embed_program(config: encoder.EncoderConfig) -> Any:
-    """Return a jitted function (params, tokens [b s], mask [b s]) -> float32 unit vectors [b d]."""
-    return jax.jit(
-        functools.partial(encoder.embed_sentences, config=config, compute_dtype=jnp.float32)
-    )

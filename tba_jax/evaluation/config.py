@@ -35,11 +35,6 @@ class EvalSettings(Section):
         """Reward model that judges the win rate; "" without one."""
         return "" if self.gold_reward else self.gold
 
-    @property
-    def reference_metrics(self) -> bool:
-        """Whether to report perplexity under the start model and KL to it."""
-        return bool(self.gold)
-
     def check(self) -> None:
         need(
             self.num_samples == 1 or self.temperature > 0,

@@ -153,7 +153,7 @@ class ReferenceDistance:
         tokens = np.concatenate([padded, responses.tokens.reshape(-1, width)[:, :t]], axis=1)
         with self._loading:
             reference = self._reference_params()
-        num_rows = distance_rows(len(lengths), t, self._vocab_size)
+        num_rows = max(1, min(len(lengths), _LOGITS_BYTES // (4 * t * self._vocab_size)))
         found = []
         for start in range(0, len(lengths), num_rows):
             # Repeat the last rows, so that one shape is compiled.
@@ -181,72 +181,49 @@ def reference_distance(responses: Responses) -> dict[str, float]:
     }
 
 
-def distance_rows(num_responses: int, t: int, vocab_size: int) -> int:
-    """Return the number of responses of `t` tokens that one call of the program compares."""
-    return max(1, min(num_responses, _LOGITS_BYTES // (4 * t * vocab_size)))
-
-
 def make_distance_program(
     config: TransformerConfig, scoring: Scoring, site: Site = ANY_DEVICE
 ) -> Callable[..., Array]:
     """Return a jitted (params, reference, tokens [b s], prompt lengths, lengths, *, t) -> [3 b].
 
     The last t columns of `tokens` are the responses; t is static. The rows of the result are
-    negative log-likelihood under the reference, KL, and reverse KL.
+    negative log-likelihood under the reference, KL, and reverse KL; float32.
     """
-    return jax.jit(
-        functools.partial(
-            _distances,
-            config=config,
-            scoring=scoring,
-            sharding=ComputeSharding(config, site, gathers=False),
-        ),
-        static_argnames="t",
-    )
-
-
-def _distances(
-    params: Params,
-    reference: Params,
-    tokens: Array,
-    prompt_lengths: Array,
-    response_lengths: Array,
-    *,
-    t: int,
-    config: TransformerConfig,
-    scoring: Scoring,
-    sharding: ComputeSharding,
-) -> Array:
-    """Return float32 [3 b]: negative log-likelihood under the reference, KL, reverse KL."""
     compute_dtype = jnp.dtype(scoring.compute_dtype)
-    s = tokens.shape[1] - t
-    index = jnp.arange(tokens.shape[1])[None]
-    first = (s - prompt_lengths)[:, None]
-    mask = (index >= first) & (index < s + response_lengths[:, None])
-    positions = jnp.maximum(index - first, 0)
+    options: Any = {"config": config, "compute_dtype": compute_dtype}
+    sharding = ComputeSharding(config, site, gathers=False)
 
-    def logits(weights: Params) -> Array:
-        hidden = transformer.apply(
-            weights,
-            tokens,
-            positions,
-            mask,
-            config=config,
-            compute_dtype=compute_dtype,
-            sharding=sharding,
-        )
-        # The state at position i predicts token i + 1.
-        hidden = jax.lax.slice_in_dim(hidden, s - 1, s + t - 1, axis=1)
-        out = transformer.unembed(weights, hidden, config=config, compute_dtype=compute_dtype)
-        return out.astype(jnp.float32)
+    def distances(
+        params: Params,
+        reference: Params,
+        tokens: Array,
+        prompt_lengths: Array,
+        response_lengths: Array,
+        *,
+        t: int,
+    ) -> Array:
+        s = tokens.shape[1] - t
+        index = jnp.arange(tokens.shape[1])[None]
+        first = (s - prompt_lengths)[:, None]
+        mask = (index >= first) & (index < s + response_lengths[:, None])
+        rows = tokens, jnp.maximum(index - first, 0), mask
 
-    ours, theirs = logits(params), logits(reference)
-    plain = jnp.take_along_axis(jax.nn.log_softmax(theirs), tokens[:, s:, None], axis=-1)[..., 0]
-    log_p, log_q = (jax.nn.log_softmax(x / scoring.temperature) for x in (ours, theirs))
-    kl = jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
-    reverse_kl = jnp.sum(jnp.exp(log_q) * (log_q - log_p), axis=-1)
-    in_response = jnp.arange(t)[None] < response_lengths[:, None]
-    return jnp.stack([jnp.sum(x * in_response, axis=1) for x in (-plain, kl, reverse_kl)])
+        def logits(weights: Params) -> Array:
+            hidden = transformer.apply(weights, *rows, sharding=sharding, **options)
+            # The state at position i predicts token i + 1.
+            hidden = jax.lax.slice_in_dim(hidden, s - 1, s + t - 1, axis=1)
+            return transformer.unembed(weights, hidden, **options).astype(jnp.float32)
+
+        ours, theirs = logits(params), logits(reference)
+        known = jnp.take_along_axis(jax.nn.log_softmax(theirs), tokens[:, s:, None], axis=-1)
+        log_p, log_q = (jax.nn.log_softmax(x / scoring.temperature) for x in (ours, theirs))
+        kl = jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+        reverse_kl = jnp.sum(jnp.exp(log_q) * (log_q - log_p), axis=-1)
+        in_response = jnp.arange(t)[None] < response_lengths[:, None]
+        values = (-known[..., 0], kl, reverse_kl)
+        return jnp.stack([jnp.sum(x * in_response, axis=1) for x in values])
+
+    return jax.jit(distances, static_argnames="t")
 
 
 def make_measures(

@@ -104,7 +104,7 @@ def groups_of(
         # The first searcher of a host reads the weights in the trainer's layout, then converts
         # them.
         searcher["weights being read"] = exact
-    if config.eval.reference_metrics:
+    if config.eval.gold:
         searcher["start model, for evaluation"] = exact
     size = placement.searcher_meshes[0].size
     return (

@@ -267,7 +267,7 @@ def make_searchers(shared: Shared, weights: OnDevices | WeightFolder) -> tuple[S
     given: dict[Site, GivenScorer | None] = dict.fromkeys(sites)
     for site in given if config.task.start_path else ():
         given[site] = GivenScorer(model, scoring, padding, config.search.samples_per_prompt, site)
-    reference = shared.start_params if config.eval.reference_metrics else None
+    reference = shared.start_params if config.eval.gold else None
     measures = make_measures(model, tokenizer, sites, rewards.gold, reference, scoring, padding)
     sources = {site: rewards.source and rewards.source.on(site) for site in given}
     parts = []

@@ -140,7 +140,6 @@ def make_evaluator(config: Config, reader: PromptReader) -> Evaluator:
     per_shard = max(1, config.search.slots // config.eval.num_samples)
     metrics: list[MetricFunction] = []
     metrics += [make_attack_metrics(config.eval)] if task.metric == "success_rate" else []
-    metrics += [win_rate] if config.eval.gold else []
-    metrics += [reference_distance] if config.eval.reference_metrics else []
+    metrics += [win_rate, reference_distance] if config.eval.gold else []
     shard_size = min(per_shard, len(prompts))
     return Evaluator(prompts, num_skipped, shard_size, task.metric, tuple(metrics))
