@@ -65,14 +65,11 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
         return model_parts.start_weights(config, found, source, site.mesh)
 
     with contextlib.ExitStack() as stack:
-
-        def closed(part: Any) -> Any:
-            """Close a part of the run, if there is one, at the end."""
-            stack.callback(part.close if part else lambda: None)
-            return part
-
-        rewards, gold = map(closed, make_rewards(config, task, tokenizer, site))
-        environments = closed(parts.make_environments(config, tokenizer))
+        rewards, gold = make_rewards(config, task, tokenizer, site)
+        for part in filter(None, (rewards, gold)):
+            stack.callback(part.close)
+        if environments := parts.make_environments(config, tokenizer):
+            stack.callback(environments.close)
         reference = start_params if config.eval.gold else None
         scoring = model_parts.make_scoring(config, tokenizer)
         padding = model_parts.make_padding(config, tokenizer)

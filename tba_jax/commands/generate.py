@@ -10,7 +10,6 @@ import argparse
 import functools
 import json
 import sys
-import time
 from collections.abc import Sequence
 
 from tba_jax.commands.entry_point import make_parser
@@ -72,7 +71,6 @@ def _generate(args: argparse.Namespace) -> dict:
     if args.stop_string:
         text_of = functools.partial(tokenizer.decode, skip_special=False)
         decoder.stop_strings = StopStrings(args.stop_string, text_of)
-    start = time.perf_counter()
     (decoded,) = decoder.decode(
         params,
         [prompt],
@@ -82,13 +80,9 @@ def _generate(args: argparse.Namespace) -> dict:
             args.max_new_tokens, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k
         ),
     )
-    wall_s = time.perf_counter() - start
     return {
         "texts": tokenizer.batch_decode([y.tokens for y in decoded]),
-        "prompt": args.prompt,
         "num_tokens": [len(y.tokens) for y in decoded],
         "logprobs": [float(y.token_logprobs.sum()) for y in decoded],
         "has_eos": [y.has_eos for y in decoded],
-        "seed": args.seed,
-        "wall_s": round(wall_s, 3),
     }

@@ -4,23 +4,17 @@
 Invariant: the page is a single file, replaced as a whole.
 """
 
-import os
 from pathlib import Path
 
 from tba_jax.report.figures import FIGURES, to_png
-from tba_jax.report.files import Run, load_run
+from tba_jax.report.files import Run
 from tba_jax.report.page import render
 from tba_jax.report.trace import render_trace
 from tba_jax.storage.whole_files import write_whole
 
 
-def build_report(workdir: str | os.PathLike[str]) -> Path:
-    """Write the report of a work directory; return the path of report.html."""
-    return write_report(load_run(workdir))
-
-
 def write_report(run: Run) -> Path:
-    """Write the report of a run that is already loaded."""
+    """Write the report of a run; return the path of report.html."""
     folder = run.workdir / "plots"
     folder.mkdir(exist_ok=True)
     pictures: dict[str, bytes] = {}

@@ -4,6 +4,7 @@
 The page runs no script: buttons that choose the axis are radio buttons and CSS.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,12 +14,12 @@ from tba_jax.report import figures, groups, template
 from tba_jax.report.files import Run
 from tba_jax.report.groups import RunGroup
 from tba_jax.report.words import (
-    duration,
     format_count,
+    format_duration,
+    format_metric,
     is_share,
     metric_label,
     plain,
-    spaced_metric,
 )
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ _METRICS = {
 def render_comparison(grouped: Sequence[RunGroup]) -> str:
     """Return the page as HTML text."""
     runs = [run for group in grouped for run in group.runs]
-    names = groups.run_names(runs)
+    names, names_of_groups = groups.run_names(runs), [group.name for group in grouped]
     title = f"{len(runs)} runs" if len(runs) > 1 else "1 run"
     return template.render(
         "compare.html",
@@ -57,16 +58,12 @@ def render_comparison(grouped: Sequence[RunGroup]) -> str:
         axes={axis: button for axis, (button, _) in _AXES.items()},
         curves=_curves(grouped),
         has_seeds=any(len(group.runs) > 1 for group in grouped),
-        legend=[(group.name, _color(j)) for j, group in enumerate(grouped)],
-        group_names=[group.name for group in grouped],
+        legend=zip(names_of_groups, itertools.cycle(figures.SERIES), strict=False),
+        group_names=names_of_groups,
         differences=_differences(grouped),
         without_config=[x for x, r in zip(names, runs, strict=True) if not r.config],
         responses=[*groups.shared_prompts(runs).items()][:_MOST_PROMPTS],
     )
-
-
-def _color(group: int) -> str:
-    return figures.SERIES[group % len(figures.SERIES)]
 
 
 def _curves(grouped: Sequence[RunGroup]) -> list[tuple[str, dict[str, str]]]:
@@ -93,8 +90,7 @@ def draw_curves(grouped: Sequence[RunGroup], metric: str, axis: str) -> "Figure"
     """
     figure, (axes,) = figures.new_axes((5.0, 2.6))
     is_evaluation = metric.startswith("eval/")
-    for j, group in enumerate(grouped):
-        color = _color(j)
+    for group, color in zip(grouped, itertools.cycle(figures.SERIES), strict=False):
         curves = [groups.curve(run, metric, axis) for run in group.runs]
         if not is_evaluation:
             curves = [(x, figures.smooth(y)) for x, y in curves]
@@ -128,9 +124,9 @@ def _last_evaluation(runs: Sequence[Run], metric: str) -> _Interval | None:
 def _with_interval(found: _Interval | None, metric: str) -> str:
     if found is None:
         return "–"
-    middle, low, high = (spaced_metric(metric, x) for x in found)
-    ends = [x.replace("\N{NO-BREAK SPACE}%", "") for x in (low, high)]
-    return middle + (f" [{ends[0]}, {ends[1]}]" if found[2] > found[1] else "")
+    middle, low, high = (format_metric(metric, x) for x in found)
+    interval = f" [{low.rstrip('%')}, {high.rstrip('%')}]"
+    return middle + interval * (found[2] > found[1])
 
 
 def summary(group: RunGroup) -> str:
@@ -171,7 +167,7 @@ def _figures(runs: Sequence[Run], metric: str) -> dict[str, Any]:
         "runs": len(runs),
         "steps": steps,
         "unfinished": unfinished,
-        "time": duration(float(np.mean([run.seconds for run in runs]))),
+        "time": format_duration(float(np.mean([run.seconds for run in runs]))),
         "tokens": format_count(float(np.mean(tokens))) if tokens else "–",
         "staleness": f"{np.mean(means):.2f}" if means else "–",
     }

@@ -9,12 +9,13 @@ pyplot), so they may be drawn in any thread.
 import io
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from tba_jax.report.files import Run
-from tba_jax.report.words import format_duration, is_share, spaced_metric
+from tba_jax.report.words import format_duration, format_metric, is_share
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,24 +25,7 @@ if TYPE_CHECKING:
 SERIES = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9")
 _TEXT = "#75808d"  # readable on the transparent background over a light and over a dark page
 _MOST_POINTS = 400  # of a curve, for any length of the run
-_STYLE: Any = {
-    "axes.axisbelow": True,
-    "axes.edgecolor": _TEXT,
-    "axes.facecolor": "none",
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.labelcolor": _TEXT,
-    "axes.labelsize": 9,
-    "axes.spines.left": False,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "grid.color": "#8893a040",
-    "xtick.color": _TEXT,
-    "ytick.color": _TEXT,
-    "xtick.labelsize": 9,
-    "ytick.labelsize": 9,
-    "ytick.major.size": 0,
-}
+_STYLE = Path(__file__).parent / "templates" / "figures.mplstyle"
 
 Curve = tuple[np.ndarray, np.ndarray]
 
@@ -86,7 +70,7 @@ def new_axes(
     import matplotlib
     from matplotlib.figure import Figure
 
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(fname=_STYLE):
         figure = Figure(figsize=size, layout="constrained", facecolor="none")
         axes = [figure.add_subplot(-(-number // columns), columns, i + 1) for i in range(number)]
     for each in axes:
@@ -161,7 +145,7 @@ def accuracy(run: Run) -> "Figure | None":
         # Below the first value of a rising curve, which would cross a label above it.
         is_below = i == 0 and values[-1] > values[0]
         place: Any = {"xytext": (4, -22), "ha": "left"} if is_below else {"xytext": (-9, 9)}
-        text = spaced_metric(metric, values[i])
+        text = format_metric(metric, values[i])
         axes.annotate(text, (steps[i], values[i]), color=_TEXT, **place, **style)
     axes.margins(0.1, 0.25)  # room for the annotations
     format_axes(axes, is_share=is_share(metric))

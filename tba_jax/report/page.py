@@ -10,13 +10,13 @@ from tba_jax.report import template
 from tba_jax.report.files import Facts, Run
 from tba_jax.report.samples import browser_data
 from tba_jax.report.words import (
-    duration,
     format_count,
+    format_duration,
+    format_metric,
     held_out,
     is_share,
     metric_label,
     plain,
-    spaced_metric,
 )
 
 _SAMPLE_BYTES = 6 * 2**20  # bytes of responses in a page
@@ -65,14 +65,14 @@ def render(run: Run, pictures: Mapping[str, bytes]) -> str:
 
 def headline(run: Run) -> str:
     """Return one sentence: the improvement of the headline metric and the steps for it."""
-    values = [spaced_metric(run.metric, e[run.metric]) for e in run.evals]
+    values = [format_metric(run.metric, e[run.metric]) for e in run.evals]
     if not values:
         return f"{run.last_step} steps, no evaluation yet" if run.last_step else "No step made yet"
     if len(values) == 1:
         return f"{metric_label(run.metric)} {values[0]} before training"
     change = f"{metric_label(run.metric)} {values[0]} → {values[-1]}"
     if run.is_finished:
-        return f"{change} in {duration(run.seconds)}"
+        return f"{change} in {format_duration(run.seconds)}"
     return f"{change} after {run.evals[-1]['step']} of {run.num_steps} steps"
 
 
@@ -86,11 +86,11 @@ def _tiles(run: Run) -> list[tuple[str, str, str]]:
             detail = f"{100 * gain:+.1f} points" if is_share(run.metric) else f"{gain:+.3f}"
             if n := evals[-1].get("n"):
                 detail += f" on {held_out(n)}"
-        value = " → ".join(spaced_metric(run.metric, x) for x in ends)
+        value = " → ".join(format_metric(run.metric, x) for x in ends)
         tiles.append((f"{metric_label(run.metric)}, held out", value, detail))
     times, steps = column("time_s", "step")
     if (steps >= 1).any():
-        tiles.append(("to the first training step", duration(times[steps >= 1][0]), ""))
+        tiles.append(("to the first training step", format_duration(times[steps >= 1][0]), ""))
     speeds = [column("step", f"{of}/tokens_per_s")[1] for of in ("search", "train")]
     if len(speeds[0]):
         trained = f"{format_count(speeds[1].mean())}/s trained" if len(speeds[1]) else ""

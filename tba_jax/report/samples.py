@@ -9,11 +9,6 @@ from tba_jax.report.jsonl import parse_line, read_lines
 from tba_jax.report.words import shown
 
 
-def _step_of(line: tuple[int, bytes]) -> bytes:
-    """Return the beginning of a line that the responses of one step or evaluation share."""
-    return line[1].partition(b'"prompt_id"')[0]
-
-
 def browser_data(path: Path, most_bytes: int) -> dict[str, list[Any]]:
     """Return what the script of the page reads: responses of evenly spaced steps of the log.
 
@@ -31,7 +26,9 @@ def browser_data(path: Path, most_bytes: int) -> dict[str, list[Any]]:
     stride = -(-path.stat().st_size // most_bytes) or 1 if path.exists() else 1
     prompts: dict[tuple[str, str, str], int] = {}
     rows = []
-    for index, (_, lines) in enumerate(itertools.groupby(read_lines(path), _step_of)):
+    # Lines of one step or evaluation begin alike.
+    steps = itertools.groupby(read_lines(path), lambda x: x[1].partition(b'"prompt_id"')[0])
+    for index, (_, lines) in enumerate(steps):
         for number, line in () if index % stride else lines:
             sample = parse_line(f"{path}, line {number}", line)
             key = sample["of"], shown(sample.get("prompt", "")), shown(sample.pop("answer", ""))

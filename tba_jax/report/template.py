@@ -33,7 +33,7 @@ def _environment() -> jinja2.Environment:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    for name in ("percent", "plain", "metric_label", "is_share", "held_out"):
+    for name in ("plain", "metric_label", "is_share", "held_out"):
         environment.filters[name] = getattr(words, name)
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":")}
     return environment

@@ -6,21 +6,6 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def percent(share: float, digits: int = 1) -> str:
-    """Return a share in percent."""
-    return f"{100 * share:.{digits}f}\N{NO-BREAK SPACE}%"
-
-
-def duration(seconds: float) -> str:
-    """Return a duration such as "48 s", "3 min 12 s" or "2 h 5 min"."""
-    total = round(seconds)
-    if total < 60:
-        return f"{total} s"
-    if total < 3600:
-        return f"{total // 60} min {total % 60} s" if total % 60 else f"{total // 60} min"
-    return f"{total // 3600} h {total // 60 % 60} min"
-
-
 def format_duration(seconds: float) -> str:
     """Return a duration such as "0:07", "3:12" or "1:02:05"."""
     total = max(0, round(seconds))
@@ -53,11 +38,6 @@ def format_metric(metric: str, value: float) -> str:
     pass@1 is the mean reward, which other rewards than 0 and 1 may bring out of [0, 1].
     """
     return f"{value:.1%}" if is_share(metric) and 0 <= value <= 1 else f"{value:.3f}"
-
-
-def spaced_metric(metric: str, value: float) -> str:
-    """Return an evaluation metric's value as text for a page, with a space before the %."""
-    return format_metric(metric, value).replace("%", "\N{NO-BREAK SPACE}%")
 
 
 def held_out(n: int) -> str:

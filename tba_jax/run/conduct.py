@@ -19,7 +19,7 @@ from tba_jax.devices.platform import open_cache
 from tba_jax.devices.worker import StopFlag
 from tba_jax.remote.channel import ChannelServer
 from tba_jax.remote.client import Client
-from tba_jax.report.files import Metrics
+from tba_jax.report.files import Metrics, load_run
 from tba_jax.report.jsonl import jsonable, read_jsonl, stream_jsonl
 from tba_jax.report.process import ReportProcess
 from tba_jax.report.progress import ProgressDisplay
@@ -93,9 +93,9 @@ def conduct(
     run.close()
     report = write_report_json(run) if is_primary else {}
     if is_done and is_primary:
-        from tba_jax.report.build import build_report  # loads the plotting library
+        from tba_jax.report.build import write_report  # loads the plotting library
 
-        build_report(workdir)
+        write_report(load_run(workdir))
     return report
 
 

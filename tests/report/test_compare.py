@@ -84,7 +84,7 @@ def test_a_comparison_has_groups_intervals_differences_and_responses(six):
     assert "6 runs in 2 groups" in text and "1 of 6 runs are not finished" in text
     assert "objective.name=tb" in text and "objective.name=grpo" in text
     # Student's interval of .5, .6, .7 with two degrees of freedom: 2.92 x .1 / sqrt(3).
-    assert "60.0\N{NO-BREAK SPACE}% [43.1, 76.9]" in text
+    assert "60.0% [43.1, 76.9]" in text
     assert "9–20 of 20<br><small>1 unfinished</small>" in text and "seed 2" in text
     assert not re.search(r"<script|<img src=x|<b>\d|https?://|@import", text)
     with pytest.raises(ValueError, match="--group=objective.nam: no config of these runs"):

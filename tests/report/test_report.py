@@ -8,7 +8,7 @@ from fake_workdir import fake_workdir
 
 from tba_jax.commands.entry_point import run_command
 from tba_jax.commands.report import main
-from tba_jax.report.build import build_report
+from tba_jax.report.build import write_report
 from tba_jax.report.files import load_run
 from tba_jax.report.page import ledger_sentence, render
 from tba_jax.report.words import shown
@@ -18,7 +18,7 @@ from tba_jax.storage.whole_files import read_json, write_json
 def words(page):
     """Visible text of a page."""
     page = re.sub(r"(?s)<(style|script)\b.*?</\1>|<[^>]*>", " ", page)
-    return " ".join(html.unescape(page).replace("\N{NO-BREAK SPACE}", " ").split())
+    return " ".join(html.unescape(page).split())
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def full(tmp_path_factory):
     report["skipped_prompts"] = {"train": 3, "eval": 6}
     report["samples"][0]["answer"] = "3 + 6 = <<3+6=9>>9 eggs\n#### 9"
     write_json(workdir / "report.json", report)
-    return workdir, build_report(workdir).read_text(encoding="utf-8")
+    return workdir, write_report(load_run(workdir)).read_text(encoding="utf-8")
 
 
 def test_page_is_one_file_that_fetches_nothing(full):
@@ -49,7 +49,7 @@ def test_headline_key_figures_and_ledger(full):
     page, told = words(text), json.loads((workdir / "report.json").read_text())
     before, after = (100 * told["eval"][when]["pass_at_1"] for when in ("before", "after"))
     for part in (
-        f"pass@1 {before:.1f} % → {after:.1f} % in 5",
+        f"pass@1 {before:.1f}% → {after:.1f}% in 0:5",
         f"{after - before:+.1f} points on 512 held-out problems",
         "40 steps of asynchronous training. Prompts skipped as too long: train 3, eval 6. On 2 CPU",
         "objective.beta 0.1 → 0.05",
@@ -81,7 +81,7 @@ def test_another_headline_and_the_decoding_are_named(tmp_path):
     page = words(render(load_run(tmp_path), {}))
     told = json.loads((tmp_path / "report.json").read_text())["eval"]
     before, after = (100 * told[when]["win_rate"] for when in ("before", "after"))
-    assert f"win rate {before:.1f} % → {after:.1f} % in" in page
+    assert f"win rate {before:.1f}% → {after:.1f}% in" in page
     assert "4 responses each at temperature 0.7. 40 steps" in page
     assert re.search(r"mean reward 0\.\d\d before training, 0\.\d\d after\.", page)
     assert "pass@1" not in page and "✓" not in page
