@@ -101,9 +101,7 @@ _COLUMNS = np.dtype([("id", np.int32), ("logprob", np.float32), ("is_sampled", b
 
 def _table(ids: Any, logprob: Any = 0.0, is_sampled: bool = False) -> np.ndarray:
     """Return tokens as an array [s] with the columns `_COLUMNS`."""
-    table = np.empty(len(ids), _COLUMNS)
-    table["id"], table["logprob"], table["is_sampled"] = ids, logprob, is_sampled
-    return table
+    return np.rec.fromarrays(np.broadcast_arrays(ids, logprob, is_sampled), _COLUMNS)
 
 
 @dataclasses.dataclass(eq=False)
@@ -313,7 +311,13 @@ class Agent(Environment):
         async with self._free:
             if self._failed.done() or self.id not in self.pool.agents:
                 raise ApiError("this episode has ended", code="episode_ended")
-            call, self._open = parse(kind, body, self.pool.served, 0), asyncio.current_task()
+            try:
+                call = parse(kind, body, self.pool.served, 0)
+            except ApiError as error:
+                if error.code == "chat_format":
+                    self._failed.set_result(Failure(_TEMPLATE, str(error)))
+                raise
+            self._open = asyncio.current_task()
             self.job.suspend_deadline()
             try:
                 path, y = await self.turn(call.chat, call.prompt, call)
@@ -349,10 +353,8 @@ def continues(messages: Messages, history: Messages) -> bool:
 
 def _key(message: Mapping[str, Any]) -> tuple[str, str, list[Any]]:
     """Return role, text and tool calls (without their IDs) of a message, to compare it."""
-    calls = []
-    for call in message.get("tool_calls") or ():
-        arguments = call["function"].get("arguments")
-        with contextlib.suppress(ValueError):  # not JSON: compared as text
-            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
-        calls.append((call["function"].get("name"), arguments))
+    calls = [dict(call["function"]) for call in message.get("tool_calls") or ()]
+    for call in calls:
+        with contextlib.suppress(LookupError, TypeError, ValueError):  # no text, or not JSON
+            call["arguments"] = json.loads(call["arguments"])
     return message["role"], message.get("content") or "", calls

@@ -26,17 +26,10 @@ def _power(base: int | float, exponent: int | float) -> int | float:
     return value
 
 
-_OPERATORS: dict[type[ast.AST], Callable[..., Any]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,
-    ast.Mod: operator.mod,
-    ast.Pow: _power,
-    ast.UAdd: operator.pos,
-    ast.USub: operator.neg,
-}
+_BINARY: dict[Any, Callable[..., Any]] = {ast.Add: operator.add, ast.Pow: _power}
+_BINARY |= {ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+_BINARY |= {ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod}
+_UNARY: dict[Any, Callable[..., Any]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 _FUNCTIONS: dict[str, Callable[..., Any]] = {"abs": abs, "round": round, "min": min, "max": max}
 _FUNCTIONS |= {name: getattr(math, name) for name in ("sqrt", "exp", "log", "sin", "cos", "tan")}
 
@@ -65,10 +58,10 @@ def _value(node: ast.AST) -> int | float:
             return value
         case ast.Name(id="pi"):
             return math.pi
-        case ast.UnaryOp(op=op, operand=operand) if type(op) in _OPERATORS:
-            return _OPERATORS[type(op)](_value(operand))
-        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
-            return _OPERATORS[type(op)](_value(left), _value(right))
+        case ast.UnaryOp(op=op, operand=operand) if type(op) in _UNARY:
+            return _UNARY[type(op)](_value(operand))
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _BINARY:
+            return _BINARY[type(op)](_value(left), _value(right))
         case ast.Call(func=ast.Name(id=name), args=args, keywords=[]) if name in _FUNCTIONS:
             return _FUNCTIONS[name](*map(_value, args))
     raise ValueError(f"{ast.unparse(node)[:80]} is not arithmetic")

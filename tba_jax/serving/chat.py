@@ -42,7 +42,7 @@ class ChatFormat:
         """Return the prompt tokens of a chat, up to the start of the response."""
         if chat.tools:
             raise ValueError(
-                "tools: the tool format of this model is not known. Set --renderer (in training "
+                "the tool format of this model is not known. Set --renderer (in training "
                 "--config.task.renderer) to a format of the library renderers, such as qwen3"
             )
         plain = [{"role": x["role"], "content": x.get("content") or ""} for x in chat.messages]
@@ -89,14 +89,20 @@ class RendererFormat(ChatFormat):
         config = type(self._config)(**options) if options else self._config
         return self._library.create_renderer(self._tokenizer.library, config)
 
-    def _renderer_of(self, chat: Chat) -> Any:
-        is_own = not chat.variables
-        return self._renderer if is_own else self._with({**self._options, **chat.variables})
+    def _call(self, name: str, chat: Chat, *arguments: Any, **options: Any) -> Any:
+        """Call a method of the library, which may raise anything for a chat or a response."""
+        own = self._with({**self._options, **chat.variables}) if chat.variables else self._renderer
+        try:
+            return getattr(own, name)(*arguments, tools=list(chat.tools) or None, **options)
+        except Exception as error:
+            text = f"{name} of the library renderers fails: {type(error).__name__}: {error}"
+            raise ValueError(text) from error
 
     def prompt(self, chat: Chat) -> np.ndarray:
-        messages, tools = list(map(dict, chat.messages)), list(chat.tools) or None
-        render = self._renderer_of(chat).render_ids
-        return np.array(render(messages, tools=tools, add_generation_prompt=True), np.int32)
+        messages = list(map(dict, chat.messages))
+        return np.array(
+            self._call("render_ids", chat, messages, add_generation_prompt=True), np.int32
+        )
 
     def bridge(self, prompt: np.ndarray, completion: np.ndarray, chat: Chat) -> np.ndarray | None:
         new = list(map(dict, chat.messages))
@@ -104,8 +110,7 @@ class RendererFormat(ChatFormat):
         if not answers:
             return None
         turns = prompt.tolist(), completion.tolist(), new[answers[-1] + 1 :]
-        bridge = self._renderer_of(chat).bridge_to_next_turn
-        found = bridge(*turns, tools=list(chat.tools) or None)
+        found = self._call("bridge_to_next_turn", chat, *turns)
         whole = np.array([] if found is None else found.token_ids, np.int32)
         before = np.concatenate([prompt, completion])
         return whole if np.array_equal(whole[: len(before)], before) else None
@@ -113,13 +118,8 @@ class RendererFormat(ChatFormat):
     def read(
         self, tokens: np.ndarray, text: str, prompt: np.ndarray, tools: Messages
     ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-        try:
-            parsed = self._renderer.parse_response(
-                tokens.tolist(), tools=list(tools) or None, prompt_ids=prompt.tolist()
-            )
-        except Exception as error:  # the library parses arbitrary sampled tokens
-            text = f"the library renderers cannot read a response: {type(error).__name__}: {error}"
-            raise ValueError(text) from error
+        ids = {"prompt_ids": prompt.tolist()}
+        parsed = self._call("parse_response", Chat((), tools), tokens.tolist(), **ids)
         message: dict[str, Any] = {"role": "assistant", "content": parsed.content}
         if parsed.reasoning_content is not None:
             message["reasoning_content"] = parsed.reasoning_content

@@ -23,7 +23,7 @@ class FailureLines:
     def __init__(self, subject: str) -> None:
         self._subject, self._lock = subject, threading.Lock()
         self._unreported, self._untaken = collections.Counter[str](), collections.Counter[str]()
-        self._reported_s: dict[str, float] = {}
+        self._due_s = collections.defaultdict[str, float](float)  # time of the next line by name
 
     def report(self, name: str, text: str, what: str) -> None:
         """Count a failure, and print `text`, the count, `what` and `name`.
@@ -33,10 +33,9 @@ class FailureLines:
         with self._lock:
             self._unreported[name] += 1
             self._untaken[name] += 1
-            now = time.monotonic()
-            if now - self._reported_s.get(name, -_REPORT_S) < _REPORT_S:
+            if (now := time.monotonic()) < self._due_s[name]:
                 return
-            self._reported_s[name] = now
+            self._due_s[name] = now + _REPORT_S
             num = self._unreported.pop(name)
         sys.stderr.write(f"{self._subject}: {' '.join(text.split())}; {num} {what} {name}\n")
 

@@ -116,6 +116,12 @@ def _text(content: Any) -> str:
     return "".join(part.get("text", "") for part in parts)
 
 
+def _tried(variables: dict[str, Any], info: Any) -> dict[str, Any]:
+    """Write a chat with the variables, so that a refusal names them and not the messages."""
+    info.context.prompt(Chat([{"role": "user", "content": ""}], variables=variables))
+    return variables
+
+
 class _ToolCall(BaseModel, extra="allow"):
     function: dict[Literal["name", "arguments"], Any]
 
@@ -136,7 +142,7 @@ class _Chat(_Request):
     )
     tools: list[dict[str, Any]] = []
     tool_choice: Literal["auto", "none"] = "auto"
-    chat_template_kwargs: dict[str, Any] = {}
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_tried)] = {}
 
     @property
     def chat(self) -> Chat:
@@ -153,13 +159,16 @@ def parse(kind: Kind, body: Mapping[str, Any], served: Served, seed: int) -> "Ca
 
     `seed` is the seed of a request that has none.
     """
-    request = _validated(kind, body)
+    request = _validated(kind, body, served.chat)
     if request.model not in ("", served.model):
         text = f"the model {request.model!r:.80} does not exist. This server has {served.model!r}"
         raise ApiError(text, status=404, param="model", code="model_not_found")
     chat = request.chat
     try:
         prompt = served.chat.prompt(chat) if kind == "chat" else request.prompt
+    except ValueError as error:
+        raise ApiError(str(error), code="chat_format") from error
+    try:
         if isinstance(prompt, str):
             prompt = served.tokenizer.encode(prompt, add_bos=True)
         if len(prompt) == 0:
@@ -172,7 +181,7 @@ def parse(kind: Kind, body: Mapping[str, Any], served: Served, seed: int) -> "Ca
     return Call(kind, served, request, chat, np.asarray(prompt, np.int32), settings, keys)
 
 
-def _validated(kind: Kind, body: Mapping[str, Any]) -> Any:
+def _validated(kind: Kind, body: Mapping[str, Any], chat: ChatFormat) -> Any:
     """Return the parameters of a request, or raise ApiError with the name of a wrong one."""
     model, given = _REQUESTS[kind], dict(body)
     if kind == "generate" and isinstance(given.get("sampling_params"), dict):
@@ -181,7 +190,7 @@ def _validated(kind: Kind, body: Mapping[str, Any]) -> Any:
     refused = dict.fromkeys(given) | _REFUSED | {"add_special_tokens": kind == "completions"}
     given = {k: v for k, v in given.items() if v not in (None, refused[k]) and refused[k] != Any}
     try:
-        return model.model_validate(given)
+        return model.model_validate(given, context=chat)
     except ValidationError as error:
         first = error.errors()[0]
     name = str(first["loc"][0])
@@ -199,8 +208,8 @@ def _settings(request: _Request, served: Served, length: int) -> SamplingSetting
     most = request.max_completion_tokens or request.max_tokens or max(room, 1)
     if room < 1 or (most > room and run is None):
         raise ApiError(
-            f"the prompt has {length} tokens and the response may have {most}; the maximum context "
-            f"length is {served.max_length}. Shorten the prompt, or lower max_tokens",
+            f"max_tokens: the prompt has {length} tokens and the response may have {most}; the "
+            f"maximum context length is {served.max_length}. Shorten one of them",
             param="max_tokens",
             code="context_length_exceeded",
         )

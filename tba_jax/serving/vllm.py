@@ -11,12 +11,11 @@ Names of failures: "server_down" (no response), "server_no_model" (the weights a
 token has a finite log-prob and a version of this run. A failed request is repeated or ends the run.
 """
 
-import collections
 import concurrent.futures
 import contextlib
 import dataclasses
 import functools
-import math
+import itertools
 import os
 import shutil
 import threading
@@ -46,7 +45,6 @@ _ROUNDING = 1e-3
 _NOISE = 0.5  # relative size of changes of all weights, so that each matrix has a clear effect
 _CHECK_VERSION = -1  # version of the known weights that are loaded before training
 _MOST_PAUSE_S = 30.0  # longest pause between two attempts
-_MOST_ATTEMPTS = {"server_down": math.inf, "server_refused": 1}  # by name of failure; others: 5
 _STATUSES = {404: "server_no_model", 408: "server_down", 429: "server_down"}
 _STEP_S = 0.02  # longest wait of a session's step
 _START = (
@@ -155,7 +153,8 @@ class InferenceServer:
         if not gap <= (bound := min(_ROUNDING + 8 * rounding, effect / 2)):
             text = f"with known weights its log-probs differ from ours by {gap:.2g} a token; wanted"
             text += f" at most {bound:.2g} (model.compute_dtype = {self.dtype}). The server ignores"
-            raise Failure("server_nonsense", f"{text} weights, or has another model or dtype")
+            text += " weights, has those of an earlier run (restart it), or another model or dtype"
+            raise Failure("server_nonsense", text)
 
     def session(self, params: Any, *, num_slots: int, version: int, **_: Any) -> "ServerSession":
         """Return an empty session of the trained weights; arguments as of `Decoder.session`."""
@@ -205,8 +204,7 @@ class InferenceServer:
 
     def _write(self, version: int, params: Params) -> Path:
         """Write a version to a new folder, whose name the weights have in the server."""
-        name = "check" if version == _CHECK_VERSION else version
-        folder = self.folder / f"{self._name}-{name}"
+        folder = self.folder / f"{self._name}-{version}"
         self._versions[folder.name] = version
         self._folders.append(folder)
         if self.policy.adapters:
@@ -280,25 +278,22 @@ class InferenceServer:
     def _repeat(self, attempt: Callable[[], Any]) -> Any:
         """Call `attempt` until it raises no Failure, and return its result, or raise ServerError.
 
-        The number of attempts is limited for each name of a failure, the time for all of them.
+        A request that the server refuses is not repeated, others for twice the timeout.
         """
         start_s, pause_s = time.monotonic(), 0.5
-        attempts = collections.Counter[str]()  # by name of failure
-        while True:
+        for num in itertools.count(1):
             try:
                 return attempt()
             except Failure as error:
                 failed = error
-            attempts[failed.name] += 1
             self.failures.report(failed.name, str(failed), "request(s) failed as")
             spent_s = time.monotonic() - start_s
-            left_s = 2 * self.timeout_s - spent_s
-            is_last = attempts[failed.name] >= _MOST_ATTEMPTS.get(failed.name, 5)
-            if is_last or left_s <= 0 or self._is_closed.wait(min(pause_s, left_s)):
+            left_s = 0.0 if failed.name == "server_refused" else 2 * self.timeout_s - spent_s
+            if left_s <= 0 or self._is_closed.wait(min(pause_s, left_s)):
                 raise ServerError(
-                    f"search.engine = {self.url!r}: {failed} ({failed.name}; {attempts.total()} "
-                    f"attempts in {spent_s:.0f} s). Repair the server, then run the same command "
-                    "again to continue"
+                    f"search.engine = {self.url!r}: {failed} ({failed.name}; {num} attempts in "
+                    f"{spent_s:.0f} s). Repair the server, then run the same command again to "
+                    "continue"
                 ) from failed
             pause_s = min(2 * pause_s, _MOST_PAUSE_S)
 

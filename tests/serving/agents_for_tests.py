@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Agents that processes of tests import; the prompt of a row says what an agent does."""
 
-import os
 import threading
 import time
 from pathlib import Path
@@ -42,35 +41,25 @@ def arithmetic(base_url, row):
 def misbehave(base_url, row):
     """Fail in the way that the row names."""
     kind, prompt = row["kind"], row["prompt"]
-    match kind:
-        case "no turn":
-            return 1.0
-        case "idle":
-            time.sleep(1000)
-        case "meet":
-            MEETING.wait(30)
-        case "template":
-            messages = [{"role": "user", "content": f"<bos>{prompt}"}]
-            found = complete(base_url, None, "chat/completions", messages=messages)
-            assert found == "episode_ended"
-            return 1.0
-        case "three at once":  # answered one after another
-            threads = [threading.Thread(target=complete, args=(base_url, prompt)) for _ in "123"]
-            for act in (threading.Thread.start, threading.Thread.join):
-                list(map(act, threads))
-            return 1.0
     tokens = {"nonsense": [1, 10**6], "first token": [28, 16]}
-    choice = complete(base_url, tokens.get(kind, prompt), max_tokens=1)
-    ids = [*choice["prompt_token_ids"], *choice["token_ids"]]
-    match kind:
-        case "error":
-            raise ValueError(kind)
-        case "hang":
-            Path(row["file"]).write_text(base_url)
-            time.sleep(1000)
-        case "crash":
-            os._exit(3)
-        case "turns":
-            found = [complete(base_url, ids, max_tokens=1) for _ in range(3)]
-            assert found[2] == "episode_ended"
-    return "much" if kind == "type" else 1.0
+    chats = {"unread": {}, "unwritten": {"tools": [{}]}}
+    if kind == "meet":
+        MEETING.wait(30)
+    if kind == "idle":
+        time.sleep(1000)
+    elif kind in chats:
+        messages = [{"role": "user", "content": f"<bos>{prompt}"}]
+        complete(base_url, None, "chat/completions", messages=messages, **chats[kind])
+    elif kind == "three at once":  # answered one after another
+        threads = [threading.Thread(target=complete, args=(base_url, prompt)) for _ in "123"]
+        for act in (threading.Thread.start, threading.Thread.join):
+            list(map(act, threads))
+    elif kind == "four turns":
+        found = [complete(base_url, prompt, max_tokens=1) for _ in range(4)]
+        assert found[3] == "episode_ended"
+    elif kind != "no turn":
+        complete(base_url, tokens.get(kind, prompt), max_tokens=1)
+    if kind == "hang":
+        Path(row["file"]).write_text(base_url)
+        time.sleep(1000)
+    return 1.0

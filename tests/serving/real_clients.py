@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Programs of users, each run by the interpreter of a venv that has the client.
 
-python real_clients.py openenv BASE_URL, or trl BASE_URL MODEL_FOLDER
+python real_clients.py openenv|trl BASE_URL MODEL_FOLDER
 
 They print the tokens, marks of sampled tokens, and log-probs of what they received.
 To verifiers this file is a taskset with its harness.
@@ -18,7 +18,7 @@ import threading
 ASK = {"model": "start", "messages": [{"role": "user", "content": "7+5-3"}], "max_tokens": 8}
 
 
-def with_openenv(url):
+def with_openenv(url, folder):
     """OpenEnv's capture of an agent's calls."""
     import openai
     from openenv.core.harness.capture import CaptureServer, to_turn_records, validate_llm
@@ -60,22 +60,19 @@ def with_trl(url, folder):
     }
     prompts = [[{"role": "user", "content": text}] for text in ("7+5-3", "1-1+6")]
     samples, failed = queue.Queue(), threading.Event()
+    shared = {"rollout_buffer": samples, "failed_event": failed}
+    shared |= {"exception_info_queue": queue.Queue(), "metrics_queue": queue.Queue()}
+    shared |= {x: multiprocessing.Value("d", 0) for x in ("heartbeat_value", "model_version_value")}
     loop = trl._AsyncRolloutLoop(
         model_name="start",
         dataset=Dataset.from_dict({"prompt": prompts}),
         reward_funcs=[lambda completion_ids, **columns: [float(len(x)) for x in completion_ids]],
         processing_class=tokenizer,
         eos_token_ids=[tokenizer.eos_token_id],
-        rollout_buffer=samples,
-        model_version_value=multiprocessing.Value("i", 0),
-        heartbeat_value=multiprocessing.Value("d", 0.0),
-        failed_event=failed,
-        exception_info_queue=queue.Queue(),
-        metrics_queue=queue.Queue(),
         num_generations=4,
-        max_inflight_tasks=8,
         max_tokens=8,
         vllm_server_url=url,
+        **shared,
     )
     threading.Thread(target=loop.run, daemon=True).start()
     found = [samples.get(timeout=100) for _ in range(8)]

@@ -3,158 +3,140 @@
 
 import asyncio
 import contextlib
-import copy
 import json
 import shutil
 from pathlib import Path
+from urllib.parse import urljoin
 
-import jax.numpy as jnp
+import jax
 import urllib3
-from starlette.applications import Starlette
+from fake_models import start_model
 from starlette.responses import JSONResponse
-from starlette.routing import Mount, Route
+from starlette.routing import Route
 
 from tba_jax.decoding.engine import Decoder
 from tba_jax.devices.worker import StopFlag, Worker
 from tba_jax.models import lora
-from tba_jax.models import model as models
 from tba_jax.models.hf import adapter_files, hf_weights
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.remote.http_server import HttpServer, bind
 from tba_jax.run.model_parts import START_MODEL
-from tba_jax.serving.chat import make_chat_format
-from tba_jax.serving.protocol import ApiError, Call, Served
+from tba_jax.serving.chat import ChatFormat
+from tba_jax.serving.protocol import Served
 from tba_jax.serving.server import RequestQueue, make_application
 
-MAX_LENGTH, NUM_SLOTS = 256, 8
+MAX_LENGTH, NUM_SLOTS, TOKEN = 256, 8, "secret"
+GENERATE = "/inference/v1/generate"
 PROMPT = [1, 28, 16, 26, 18, 24, 34]  # "7+5-3="
 TEMPLATE = (
     "{% for m in messages %}{{ m.content }}{{ '=' if m.role != 'assistant' else ':' }}{% endfor %}"
     "{{ ending }}"
 )
-# Parameters that a faulty server takes in place of those of a request.
-CHANGES = {
-    "no token ids": {"return_token_ids": False},
-    "no log-probs": {"logprobs": False},
-    "early end": {"max_tokens": 1},
-}
-LOADS = ("/v1/load_lora_adapter", "/collective_rpc")
-OTHERS = "/v1/unload_lora_adapter /pause /resume /reset_prefix_cache /update_weight_version".split()
-
-
-class Versioned(Call):
-    """A call whose response names the weights, as vLLM's does."""
-
-    def choice(self, index, update, *before):
-        span = {"version": self.served.model, "start": 0, "end": len(update.tokens)}
-        return super().choice(index, update, *before) | {"weight_versions": [span]}
+LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
+LOAD_WEIGHTS, NAME_WEIGHTS = "/collective_rpc", "/update_weight_version"
+CONTROLS = LOAD_ADAPTER, UNLOAD_ADAPTER, LOAD_WEIGHTS, NAME_WEIGHTS
+CONTROLS += "/pause", "/resume", "/reset_prefix_cache"
 
 
 class ServedModel:
-    """Decoder, sessions, queues and server, with the routes for weights that vLLM has.
+    """Decoder, sessions, queues and servers; that at `engine_url` has vLLM's routes.
 
-    A request takes the first of `faults`, or else `always`.
+    A request for token IDs there takes the first of `faults`, or else `always`.
     """
 
     def __init__(self, folder=START_MODEL):
-        self.config, self.params, _ = models.load(str(START_MODEL), param_dtype=jnp.float32)
+        self.config, self.params, _ = start_model()
         self.folder, self.tokenizer = folder, Tokenizer.load(folder)
         ids = {"eos_ids": self.tokenizer.eos_ids, "pad_id": self.tokenizer.pad_id}
         limits = {"prompt_tokens": MAX_LENGTH, "max_length": MAX_LENGTH}
-        self.decoder = Decoder(self.config, compute_dtype=jnp.float32, **ids, **limits)
-        chat = make_chat_format(self.tokenizer, "", {})
+        self.decoder = Decoder(self.config, compute_dtype="float32", **ids, **limits)
+        chat = ChatFormat(self.tokenizer)
         self.served = Served("start", self.tokenizer, chat, ids["eos_ids"], MAX_LENGTH)
-        self.faults, self.always, self.calls = [], "", []  # calls of routes that load weights
+        self.faults, self.always, self.calls = [], "", []  # calls of routes for weights
         self.sessions = []  # of queues
         self.queue, self.session = self.open(self.params)
-        self.own, self.loaded = ("start", self.queue), {}  # the model itself; adapters by name
+        self.queues, self.version = {"start": self.queue}, "start"  # by the name of the model
 
     def open(self, params):
         entry = RequestQueue(self.served), self.decoder.session(params, num_slots=NUM_SLOTS)
         self.sessions.append(entry)
         return entry
 
-    def application(self, token):
-        routes = [Route(path, self.control, methods=["POST"]) for path in (*LOADS, *OTHERS)]
-        app = make_application(lambda episode: self.sample, self.served, token=token)
-        return Starlette(routes=[*routes, Mount("/", app)])
-
-    async def control(self, request):
-        """Answer on a route that loads weights."""
-        path, body = request.url.path, await request.json()
-        self.calls.append(path)
-        if self.always == "no loading" and path in LOADS:
-            return JSONResponse({"error": {"message": "LoRA is not enabled"}}, 500)
-        params = self.params
-        if path == "/v1/load_lora_adapter":
-            config, adapters = adapter_files.read(Path(body["lora_path"]), self.config)
-            if self.always != "no effect":
-                params = lora.merge(self.params, adapters, config=config)
-            self.loaded[body["lora_name"]], _ = self.open(params)
-        elif path == "/v1/unload_lora_adapter":
-            found = self.loaded.pop(body["lora_name"], None)
-            return JSONResponse({}, 200 if found else 404)
-        elif path == "/collective_rpc" and self.always != "no effect":
-            folder = body["kwargs"]["weights_path"]
-            if folder != "start":
-                params = hf_weights.load(Path(folder), self.config, jnp.float32)
-            if self.always == "old norm":  # as a server that does not load every matrix
-                params = {**params, "final_norm": self.params["final_norm"]}
-            self.own = self.own[0], self.open(params)[0]
-        elif path == "/update_weight_version":
-            self.own = body["new_version"], self.own[1]
-        return JSONResponse({})
-
-    async def sample(self, kind, body):
-        """Sample as a `Sample` does, with the weights that the request names."""
-        fault = self.faults.pop(0) if self.faults else self.always
-        if isinstance(fault, int):
-            raise ApiError("spoiled", status=fault)
-        await asyncio.sleep(2.0 if fault == "late" else 0)
-        if fault == "forgotten":  # as a server that was restarted
-            self.loaded.clear()
-            self.own = "start", self.queue
-        name, queue = self.own
-        if (model := body.get("model")) in self.loaded:
-            name, queue = model, self.loaded[model]
-            body = {**body, "model": ""}
-        async for call, i, update in queue(kind, {**body, **CHANGES.get(fault, {})}):
-            call = Versioned(**{**vars(call), "served": call.served._replace(model=name)})
-            shift = 0.05 * (fault == "shifted")
-            yield call, i, update._replace(token_logprobs=update.token_logprobs + shift)
-
-    @contextlib.contextmanager
-    def listening(self, token="", port=0):
-        """This model at an address of its own, for requests with a token."""
-        found, app = copy.copy(self), self.application(token)
-        server = HttpServer(app, "http-server", bind("127.0.0.1", port))
-        found.port, found.url = server.port, f"http://127.0.0.1:{server.port}"
-        with contextlib.closing(server):
-            yield found
+    def decode(self, params, prompt, settings, seed, num=1):
+        """The decoder's own responses to a request with this seed."""
+        options = {"num_samples": num, "key": jax.random.key(seed), "num_slots": NUM_SLOTS}
+        return self.decoder.decode(params, [prompt], settings=settings, **options)[0]
 
     @contextlib.contextmanager
     def running(self):
-        def step():
-            return any([queue.step(session) for queue, session in self.sessions])
-
+        """Serve at `url`, at `guarded_url` with the token, and at `engine_url`."""
+        apps = [make_application(lambda _: self.queue, self.served, token=x) for x in ("", TOKEN)]
+        apps.append(make_application(lambda _: self.queue, self.served))
+        routes = [Route(path, self.control, methods=["POST"]) for path in CONTROLS]
+        apps[2].router.routes[:0] = [*routes, Route(GENERATE, self.generate, methods=["POST"])]
+        servers = [HttpServer(app, "http-server", bind("127.0.0.1", 0)) for app in apps]
+        urls = [f"http://127.0.0.1:{server.port}" for server in servers]
+        self.url, self.guarded_url, self.engine_url = urls
         stop = StopFlag()
+        step = lambda: any([queue.step(session) for queue, session in self.sessions])  # noqa: E731
         worker = Worker("decoder", step, stop, idle_s=0.002).start()
         try:
-            with self.listening() as found:
-                self.port, self.url = found.port, found.url
-                yield self
+            yield self
         finally:
             stop.set()
             worker.join(10.0)
+            for server in servers:
+                server.close()
 
-    def ask(self, path, body=None, headers=None):
-        """Status and JSON object, or the text of a stream; POST with a body."""
+    async def control(self, request):
+        """Answer on a route for weights."""
+        path, body, params = request.url.path, await request.json(), self.params
+        self.calls.append(path)
+        if self.always == "no loading":
+            return JSONResponse({"error": {"message": "LoRA is not enabled"}}, 500)
+        if path == LOAD_ADAPTER:
+            config, adapters = adapter_files.read(Path(body["lora_path"]), self.config)
+            if self.always != "no effect":
+                params = lora.merge(params, adapters, config=config)
+            self.queues[body["lora_name"]], _ = self.open(params)
+        elif path == UNLOAD_ADAPTER and not self.queues.pop(body["lora_name"], None):
+            return JSONResponse({}, 404)
+        elif path == LOAD_WEIGHTS and self.always != "no effect":
+            folder = body["kwargs"]["weights_path"]
+            if folder != "start":
+                params = hf_weights.load(Path(folder), self.config, "float32")
+            if self.always == "old norm":  # as a server that does not load every matrix
+                params = {**params, "final_norm": self.params["final_norm"]}
+            self.queues["start"], _ = self.open(params)
+        elif path == NAME_WEIGHTS:
+            self.version = body["new_version"]
+        return JSONResponse({})
+
+    async def generate(self, request):
+        """Answer with the weights that the request names."""
+        body, fault = await request.json(), self.faults.pop(0) if self.faults else self.always
+        if fault == "forgotten":  # as a server that was restarted
+            self.queues, self.version = {"start": self.queue}, "start"
+        if isinstance(fault, int) or body["model"] not in self.queues:
+            return JSONResponse({}, fault if isinstance(fault, int) else 404)
+        await asyncio.sleep(2.0 if fault == "late" else 0)
+        name, most = body.pop("model"), {"max_tokens": 1} if fault == "early end" else {}
+        updates = self.queues[name]("generate", body | most)
+        *_, (call, _, update) = [each async for each in updates]
+        update = update._replace(token_logprobs=update.token_logprobs + 0.05 * (fault == "shifted"))
+        choice = call.choice(0, update)
+        span = {"version": self.version, "start": 0, "end": len(update.tokens)}
+        for lost in {"no token ids": ["token_ids"], "no log-probs": ["logprobs"]}.get(fault, ()):
+            del choice[lost]
+        return JSONResponse({"model": name, "choices": [choice | {"weight_versions": [span]}]})
+
+    def ask(self, url, body=None, headers=None):
+        """Status and JSON object that are returned at a path or URL; POST with a body."""
         data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
         headers = {"content-type": "application/json", **(headers or {})}
-        method = "GET" if body is None else "POST"
-        response = urllib3.request(method, self.url + path, body=data, headers=headers, timeout=60)
-        text = response.data.decode()
-        return response.status, text if text.startswith("data:") else json.loads(text)
+        method, url = "GET" if body is None else "POST", urljoin(self.url, url)
+        response = urllib3.request(method, url, body=data, headers=headers, timeout=60)
+        return response.status, response.json()
 
 
 def folder_with_template(folder, template=TEMPLATE):

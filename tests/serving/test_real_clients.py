@@ -20,26 +20,18 @@ SCRIPT = Path(__file__).with_name("real_clients.py")
 pytestmark = pytest.mark.slow
 
 
-def client(python, *arguments):
-    """Standard output of the script, which another interpreter runs."""
-    command = [python, "-P", str(SCRIPT), *map(str, arguments)]
-    env = os.environ | {"PYTHONPATH": ""}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170, env=env)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def python_of(name):
     python = os.environ.get(f"TBA_JAX_{name.upper()}")
-    if not python:
-        pytest.skip(f"TBA_JAX_{name.upper()} names no interpreter")
-    return python
+    return python or pytest.skip(f"TBA_JAX_{name.upper()} names no interpreter")
 
 
 @pytest.mark.parametrize(("name", "num", "path"), [("trl", 8, ""), ("openenv", 2, "/v1")])
 def test_training_clients_get_the_tokens_and_log_probs_of_the_model(name, num, path, model):
-    printed = client(python_of(name), name, model.url + path, *[model.folder][: name == "trl"])
-    rows = json.loads(printed.splitlines()[-1])
+    command = [python_of(name), "-P", SCRIPT, name, model.url + path, model.folder]
+    env = os.environ | {"PYTHONPATH": ""}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=170, env=env)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout.splitlines()[-1])
     assert len(rows) == num
     for ids, is_sampled, logprobs in rows:
         tokens, mask = np.array(ids, np.int32), np.array(is_sampled, bool)
@@ -60,16 +52,10 @@ def test_a_taskset_of_verifiers_is_the_data_and_the_environment_of_a_run(tmp_pat
     # The prompts of chats begin with the token of the beginning.
     folder = folder_with_template(tmp_path / "model", "{{ bos_token }}" + TEMPLATE)
     task = f"task.environment=verifiers:real_clients model.path={folder} eval.period=0 "
-    task += "task.num_eval_prompts=1 "
-    size = "num_steps=1 batch.num_prompts=1 objective.group_size=2 reward.timeout_s=300 "
-    size += "search.samples_per_prompt=2 search.num_slots=2 search.max_new_tokens=60"
-    done = commands.run(
-        workdir,
-        *commands.SYNC,
-        *(task + size).split(),
-        cache=tmp_path / "cache",
-        timeout=800,
-    )
+    task += "task.num_eval_prompts=1 driver=sync "
+    task += "num_steps=1 batch.num_prompts=1 objective.group_size=2 reward.timeout_s=300 "
+    task += "search.samples_per_prompt=2 search.num_slots=2 search.max_new_tokens=60"
+    done = commands.run(workdir, *task.split(), cache=tmp_path / "cache", timeout=800)
     assert done.returncode == 0, done.stderr
     ledger = json.loads((workdir / "report.json").read_text())["ledger"]
     assert ledger["rejected"] == {} and ledger["generated"] == 2
