@@ -58,22 +58,18 @@ def test_keep_drops_records_and_a_line_without_the_field_leaves_the_log(tmp_path
     assert jsonl.read_jsonl(path) == [{"step": 0}, {"step": 1}, {"text": "no step"}, {"step": 9}]
 
 
-LINES = [
-    {"step": 0, "time_s": 4.0, "eval/pass_at_1": 0.25},
-    {"step": 1, "time_s": 7.0, "train/wait_batch_s": 1.5, "train/draw_s": 0.5, "train/step_s": 1.0},
-    {
-        "step": 2,
-        "time_s": 9.0,
-        "train/wait_batch_s": 0.0,
-        "train/draw_s": 0.25,
-        "train/step_s": 1.5,
-    },
-    {"step": 2, "time_s": 9.5, "eval/pass_at_1": 0.5, "search/tokens_per_s": 80.0},
-]
-
-
 def test_parts_of_steps_and_counters(tmp_path):
-    lines = [x | {"train/loss": 1.0} if "train/step_s" in x else x for x in LINES]
+    def step(number, time_s, *seconds):
+        parts = dict(zip(("wait_batch_s", "draw_s", "step_s"), seconds, strict=True))
+        parts |= {"loss": 1.0}
+        return {"step": number, "time_s": time_s, **{f"train/{k}": x for k, x in parts.items()}}
+
+    lines = [
+        {"step": 0, "time_s": 4.0, "eval/pass_at_1": 0.25},
+        step(1, 7.0, 1.5, 0.5, 1.0),
+        step(2, 9.0, 0.0, 0.25, 1.5),
+        {"step": 2, "time_s": 9.5, "eval/pass_at_1": 0.5, "search/tokens_per_s": 80.0},
+    ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
     events = json.loads(trace.render_trace(load_run(tmp_path)))["traceEvents"]
     parts = [e for e in events if e["ph"] == "X"]

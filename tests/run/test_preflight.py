@@ -55,41 +55,28 @@ def command(folder, **fields):
     return ["--config=custom", *(text.replace("{}", str(folder)) for text in given)]
 
 
-BROKEN = {
-    "a server that is not there": (
+BROKEN = [
+    (
         {"search__engine": "http://127.0.0.1:9/v1", "lora__rank": 4},
-        "config.search.engine = 'http://127.0.0.1:9/v1': not reachable",
+        "127.0.0.1:9/v1': not reachable",
     ),
-    "a function that fails": ({"task__reward": "{}/rewards.py:raises"}, "undefined"),
-    "a misspelt function": (
-        {"task__reward": "{}/rewards.py:scroe"},
-        "/rewards.py has no attribute 'scroe'",
-    ),
-    "no such environment": (
-        {"task__environment": "{}/rewards.py:Env"},
-        "/rewards.py has no attribute 'Env'",
-    ),
-    "a missing column": ({"task__columns": "prompt=query"}, "no column 'query'"),
-    "a missing model": ({"model__path": "{}/model"}, "/model' is not a folder"),
-    "pickled weights": ({"model__path": "{}/pickled"}, "no model.safetensors there. Download"),
-    "a damaged row": ({"task__data_path": "{}/bad.jsonl"}, "bad.jsonl, line 2"),
-    "a value out of range": ({"batch__num_prompts": 0}, "num_prompts = 0: must be at least 1"),
-    "a function without its column": (
-        {"task__reward": "{}/rewards.py:wants_target"},
-        "missing 1 required positional argument: 'target'",
-    ),
-    "too few rewards": ({"task__reward": "{}/rewards.py:too_short"}, "returned 0 rewards for 1"),
-    "lengths above the context": ({"task__max_prompt_tokens": 5000}, "was made for"),
-    "no device for searchers": (
-        {"placement": "split", "mesh__data": 64},
-        "do not fit placement=split on 1 host",
-    ),
-}
+    ({"task__reward": "{}/rewards.py:raises"}, "undefined"),
+    ({"task__reward": "{}/rewards.py:scroe"}, "/rewards.py has no attribute 'scroe'"),
+    ({"task__reward": "{}/rewards.py:wants_target"}, "missing 1 required .* argument: 'target'"),
+    ({"task__reward": "{}/rewards.py:too_short"}, "returned 0 rewards for 1"),
+    ({"task__environment": "{}/rewards.py:Env"}, "/rewards.py has no attribute 'Env'"),
+    ({"task__columns": "prompt=query"}, "no column 'query'"),
+    ({"task__data_path": "{}/bad.jsonl"}, "bad.jsonl, line 2"),
+    ({"task__max_prompt_tokens": 5000}, "was made for"),  # above the context
+    ({"model__path": "{}/model"}, "/model' is not a folder"),
+    ({"model__path": "{}/pickled"}, "no model.safetensors there. Download"),
+    ({"batch__num_prompts": 0}, "num_prompts = 0: must be at least 1"),
+    ({"placement": "split", "mesh__data": 64}, "do not fit placement=split on 1 host"),
+]
 
 
-@pytest.mark.parametrize("name", BROKEN)
-def test_what_cannot_be_used_is_refused(folder, name):
-    fields, expected = BROKEN[name]
+@pytest.mark.parametrize(("fields", "expected"), BROKEN)
+def test_what_cannot_be_used_is_refused(folder, fields, expected):
     with pytest.raises((ValueError, RuntimeError), match=expected):
         preflight(override(None, command(folder, **fields)))
 

@@ -37,6 +37,16 @@ def of_task(name, data_path="", **changes):
     return config, config.task.open()
 
 
+@pytest.fixture
+def custom(tmp_path):
+    """Config and task of rows that have prompts alone, with an environment."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": x}) + "\n" for x in "abcd"))
+    config, task = of_task("custom", str(rows), num_eval_prompts=2, environment="game.py:Game")
+    validate(config)
+    return config, task
+
+
 def score(source, tokenizer, completion, has_eos=True):
     ids = tokenizer.encode(completion, add_bos=False)
     if has_eos:
@@ -74,17 +84,12 @@ def test_a_reward_model_gets_its_settings_and_a_copy_on_each_device(tokenizer):
     assert model.on(SITES[0]) is model
     copy = model.on(SITES[3])
     assert score(copy, tokenizer, "abc") == pytest.approx(own, abs=1e-5)
-    assert {d for x in jax.tree.leaves(copy._scores.params) for d in x.devices()} == {
-        jax.devices()[3]
-    }
+    places = {d for x in jax.tree.leaves(copy._scores.params) for d in x.devices()}
+    assert places == {jax.devices()[3]}
 
 
-def test_an_environment_that_gives_the_rewards_needs_no_function(tokenizer, tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": x}) + "\n" for x in "abcd"))
-    changes = {"num_eval_prompts": 2, "environment": "game.py:Game"}
-    config, task = of_task("custom", str(rows), **changes)
-    validate(config)
+def test_an_environment_that_gives_the_rewards_needs_no_function(tokenizer, custom):
+    config, task = custom
     assert make_rewards(config, task, tokenizer, SITES[0]) == (None, None)
     grades = make_grader(config, task, tokenizer, None).grade(
         [Prompt(0, "a", np.zeros(1, np.int32), {})] * 2,
@@ -117,20 +122,12 @@ def test_rewards_that_the_user_names_are_added_to_those_of_the_environment(token
     assert [(x.reward, x.parts) for x in own] == [(5.0, {}), (5.0, {}), (None, {})]
 
 
-def test_a_learned_log_z_is_refused_where_the_prompt_is_one_token(tokenizer, tmp_path):
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"prompt": x}) + "\n" for x in "abcd"))
-    config, task = of_task("custom", str(rows), num_eval_prompts=2, environment="game.py:Game")
+def test_a_learned_log_z_is_refused_where_the_prompt_is_one_token(custom):
+    config, task = custom
     served = types.SimpleNamespace(chat=types.SimpleNamespace(stop_ids=()), eos_ids=())
-    environments = types.SimpleNamespace(
-        check=lambda: None,
-        has_reward=True,
-        has_tools=False,
-        name="game",
-        is_agent=True,
-        served=served,
-        first_token_only=True,
-    )
+    environments = types.SimpleNamespace(check=lambda: None, name="game", served=served)
+    environments.has_reward = environments.is_agent = environments.first_token_only = True
+    environments.has_tools = False
     check_environments(config, task, environments)
     learned = replace(config, {"objective.log_z": "learned"})
     with pytest.raises(ValueError, match=r"objective\.log_z = learned reads the prompt"):
@@ -141,10 +138,7 @@ def test_a_learned_log_z_is_refused_where_the_prompt_is_one_token(tokenizer, tmp
 
 def test_a_gold_model_judges_without_the_penalties_of_training(tokenizer):
     config, task = of_task("tldr_toy")
-    config = replace(
-        config,
-        {"reward.missing_eos": -1.0, "eval.gold": REWARD_MODEL},
-    )
+    config = replace(config, {"reward.missing_eos": -1.0, "eval.gold": REWARD_MODEL})
     _, gold = make_rewards(config, task, tokenizer, SITES[0])
     config = replace(config, {"reward.model_path": REWARD_MODEL})
     trains, _ = make_rewards(config, task, tokenizer, SITES[0])
@@ -152,11 +146,8 @@ def test_a_gold_model_judges_without_the_penalties_of_training(tokenizer):
     assert score(gold, tokenizer, "abc", has_eos=False) != -1.0
 
 
-def test_a_judge_of_responses_without_references_is_refused(tokenizer, tmp_path):
-    (tmp_path / "data.jsonl").write_text(
-        "".join(f'{{"prompt": "{i}", "target": "b"}}\n' for i in range(8))
-    )
-    config, task = of_task("custom", str(tmp_path / "data.jsonl"), num_eval_prompts=4)
+def test_a_judge_of_responses_without_references_is_refused(tokenizer, custom):
+    config, task = custom
     for judge in ("a.b:c", REWARD_MODEL):
         judged = replace(config, {"eval.gold": judge})
         with pytest.raises(ValueError, match=r"task custom has no such column; add it to the data"):

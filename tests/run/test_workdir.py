@@ -18,7 +18,6 @@ from tba_jax.run import workdir as workdirs
 from tba_jax.run.errors import UserError
 from tba_jax.run.run import claim
 from tba_jax.run.workdir import begin_run, hold, run_id_of, saved_config
-from tba_jax.storage.whole_files import write_json
 
 CONFIG = make_config({"task.name": "arithmetic", "num_steps": 3})
 
@@ -33,47 +32,29 @@ def contents(folder):
     return {path: path.is_file() and path.read_bytes() for path in folder.rglob("*")}
 
 
-def file_of_another_program(workdir):
-    (workdir / "metrics.jsonl").write_text('{"loss": 1}\n')
+OTHER_CONFIG = r"holds a run with another config: seed: 1 -> 0"
+# Files of a folder; "config" is the config of a run with another seed, "cut" the half of it.
+REFUSED = [
+    ({"config.json": "config"}, OTHER_CONFIG),  # a copy: no lock file beside it
+    ({"config.json": "config", "report.json": '{"steps": 3}'}, OTHER_CONFIG),
+    ({"config.json": "cut"}, r"config\.json is not readable as the config .* Restore the file"),
+    ({"config.json": '{"model_type": "llama"}'}, r"a run of tba_jax \(it has no"),
+    ({"metrics.jsonl": "{}"}, r"holds 'metrics\.jsonl' and no config\.json: it is not empty"),
+]
 
 
-def model_folder(workdir):
-    (workdir / "config.json").write_text('{"model_type": "llama"}')
-
-
-def cut_config(workdir):
-    begin_run(workdir, CONFIG)
-    text = (workdir / "config.json").read_text()
-    (workdir / "config.json").write_text(text[: len(text) // 2])
-
-
-def run_with_another_config(workdir):
-    begin_run(workdir, dataclasses.replace(CONFIG, seed=1))
-    write_json(workdir / "report.json", {"steps": 3})
-
-
-def config_alone(workdir):
-    begin_run(workdir, dataclasses.replace(CONFIG, seed=1))  # a copy: no lock file beside it
-
-
-REFUSED = {
-    config_alone: r"holds a run with another config: seed: 1 -> 0",
-    file_of_another_program: r"run holds 'metrics\.jsonl' and no config\.json: it is not empty",
-    model_folder: r"config\.json is not readable as the config of a run of tba_jax \(it has no",
-    cut_config: r"config\.json is not readable as the config of a run .* Restore the file",
-    run_with_another_config: r"holds a run with another config: seed: 1 -> 0",
-}
-
-
-@pytest.mark.parametrize("make", REFUSED, ids=lambda make: make.__name__)
-def test_a_folder_that_holds_no_such_run_is_refused_and_left_alone(tmp_path, make):
-    workdir = tmp_path / "run"
-    workdir.mkdir()
-    make(workdir)
+@pytest.mark.parametrize(("files", "message"), REFUSED)
+def test_a_folder_that_holds_no_such_run_is_refused_and_left_alone(tmp_path, files, message):
+    begin_run(tmp_path / "other", dataclasses.replace(CONFIG, seed=1))
+    text = (tmp_path / "other" / "config.json").read_text()
+    texts = {"config": text, "cut": text[: len(text) // 2]}
+    (tmp_path / "run").mkdir()
+    for name, content in files.items():
+        (tmp_path / "run" / name).write_text(texts.get(content, content))
     before = contents(tmp_path)
     with contextlib.ExitStack() as held:
-        with pytest.raises(UserError, match=REFUSED[make]) as raised:
-            claim(workdir, CONFIG, held)
+        with pytest.raises(UserError, match=message) as raised:
+            claim(tmp_path / "run", CONFIG, held)
     assert "\n" not in str(raised.value)
     assert contents(tmp_path) == before
 
