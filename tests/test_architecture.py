@@ -169,7 +169,7 @@ LIMITS = {
     "run": 3044,
     "planning": 2300,
     "tasks": 1246,
-    "environments": 1222,
+    "environments": 1216,
     "serving": 1191,
     "rewards": 1434,
     "workers.py": 338,
@@ -191,14 +191,14 @@ TEST_LIMITS = {
     ("replay",): 583,
     ("search", "evaluation"): 819,
     ("chaos",): 355,
-    ("rewards", "environments"): 2067,
+    ("rewards", "environments"): 2052,
     ("integration",): 886,  # with the restart of a fleet, which was a test of run
     ("planning",): 588,
-    ("report", "commands"): 1048,
+    ("report", "commands"): 1044,
     ("config",): 443,
     ("serving",): 993,
     ("remote",): 692,
-    ("run",): 1134,  # what a config.json alone means; the start model of resumed runs
+    ("run",): 1093,  # what a config.json alone means; the start model of resumed runs
     OTHERS: 2078,
     ("",): 1721,  # with padded responses, which were a part of the package
 }

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from tba_jax.decoding.engine import Decoder, Session
-from tba_jax.decoding.requests import Response, SamplingSettings, Statistics
+from tba_jax.decoding.requests import Response, SamplingSettings
 from tba_jax.environments.adapters import make_handler
 from tba_jax.environments.episode import Agent, Attempt, Environment, Episode, Turn
 from tba_jax.flow.trajectory import Prompt
@@ -121,6 +121,7 @@ class EpisodeSession:
         self, session: Session | ServerSession, environments: EnvironmentPool | None = None
     ) -> None:
         self._session, self._environments = session, environments
+        self.version, self.statistics = session.version, session.statistics
         self._most = min(2 * session.num_slots, _MOST_EPISODES)
         self._limit_s = most_wait_s(environments.timeout_s) if environments else 0.0
         self._numbers = itertools.count()
@@ -130,14 +131,6 @@ class EpisodeSession:
         self._arrived = queue.SimpleQueue[Turn | tuple[Attempt, Future[Episode]]]()
         self._sampled = dict[int, Turn]()  # by the decode session's number of the request
         self._ended: list[Episode] = []
-
-    @property
-    def version(self) -> int:
-        return self._session.version
-
-    @property
-    def statistics(self) -> Statistics:
-        return self._session.statistics
 
     @property
     def is_idle(self) -> bool:
@@ -157,6 +150,7 @@ class EpisodeSession:
 
     def swap(self, params: Params, version: int) -> None:
         self._session.swap(params, version)
+        self.version = version
 
     def submit(
         self, prompt: Prompt, keys: np.ndarray, settings: SamplingSettings, temperatures: np.ndarray

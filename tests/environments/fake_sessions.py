@@ -18,7 +18,7 @@ class Scripted:
     `turns`: a list of texts in the order of the requests, or a function prompt tokens -> text.
     """
 
-    num_slots, version = 4, 7
+    num_slots, version, statistics = 4, 7, None
 
     def __init__(self, tokenizer, turns):
         self.tokenizer, self.turns, self.contexts, self.open = tokenizer, turns, [], []

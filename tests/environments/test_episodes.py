@@ -25,7 +25,7 @@ from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.run.model_parts import START_MODEL
 from tba_jax.serving.chat import Chat
-from tba_jax.serving.failures import Failure, FailureLines
+from tba_jax.serving.failures import FailureLines
 
 LIMIT = 20
 
@@ -43,9 +43,6 @@ class Counting(Environment):
             if y is None or self.limit:
                 return 0.5
             text = decode(y.tokens)
-            world.texts.append(text)
-            if text in world.fails:
-                raise Failure("environment_error", "said so")
             if turn == world.most - 1:
                 return 1.0
             prompt = np.concatenate([prompt, y.tokens, encode(f"z{len(text)}", add_bos=False)])
@@ -56,10 +53,10 @@ class World:
 
     has_reward, has_tools, first_token_only, served = True, False, False, None
 
-    def __init__(self, delays=(0,), most=3, fails=()):
-        self.delays, self.most, self.fails = itertools.cycle(delays), most, fails
+    def __init__(self, delays=(0,), most=3):
+        self.delays, self.most = itertools.cycle(delays), most
         self.workers = types.SimpleNamespace(open=lambda: types.SimpleNamespace(leave=lambda: None))
-        self.texts, self.timeout_s, self.failures = [], 30.0, FailureLines("world")
+        self.timeout_s, self.failures = 30.0, FailureLines("world")
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
         self.thread.start()
@@ -156,15 +153,3 @@ def test_a_session_waits_no_longer_than_every_deadline(model, monkeypatch):
     with pytest.raises(RuntimeError, match="no environment has answered for 0.5 s, longer than"):
         drawn(model, world, in_turn=True)
     world.close()
-
-
-def test_a_failure_is_a_rejection_of_its_episode_alone(model):
-    good = drawn(model, World(), in_turn=False)
-    texts = World()
-    drawn(model, texts, in_turn=False)
-    bad = drawn(model, World(fails={texts.texts[0]}), in_turn=False)
-    assert len(bad) == len(good)
-    failed = [y for y in bad if y.verdict.reason]
-    assert failed and {y.verdict.reason for y in failed} == {"environment_error"}
-    for y, z in zip(good, bad, strict=True):
-        assert z.verdict.reason or y.tokens.tolist() == z.tokens.tolist()
