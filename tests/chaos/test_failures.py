@@ -15,8 +15,7 @@ import pytest
 from commands import ROOT, SYNC, command, environment, losses, run, start, wait_for
 from fake_workdir import fake_workdir
 
-from tba_jax.report.build import write_report
-from tba_jax.report.files import load_run
+from tba_jax.report import build, files
 from tba_jax.run.checkpoint import load_host_state
 from tests.chaos.killer import check_finished, kill_often
 
@@ -110,7 +109,7 @@ def test_a_terminal_that_is_closed(cache, tmp_path, is_ignored):
 
 def test_a_report_on_a_disk_that_is_full_is_one_line(cache, tmp_path):
     fake_workdir(tmp_path, num_steps=20)
-    page = write_report(load_run(tmp_path)).read_bytes()
+    page = build.write_report(files.load_run(tmp_path)).read_bytes()
     report = [sys.executable, "-m", "tba_jax.report", str(tmp_path)]
     limited = ["prlimit", "--fsize=10000", *report]
     with open("/dev/full", "w") as output:
