@@ -170,7 +170,7 @@ LIMITS = {
     "planning": 2300,
     "tasks": 1246,
     "environments": 1216,
-    "serving": 1191,
+    "serving": 1179,
     "rewards": 1434,
     "workers.py": 338,
 }
@@ -191,7 +191,7 @@ TEST_LIMITS = {
     ("replay",): 583,
     ("search", "evaluation"): 819,
     ("chaos",): 355,
-    ("rewards", "environments"): 2052,
+    ("rewards", "environments"): 2034,
     ("integration",): 886,  # with the restart of a fleet, which was a test of run
     ("planning",): 588,
     ("report", "commands"): 1044,

@@ -218,26 +218,21 @@ def _settings(request: _Request, served: Served, length: int) -> SamplingSetting
     decode = functools.partial(served.tokenizer.decode, skip_special=False)
     stops = StopStrings(request.stop, decode) if request.stop else None
     limits: Any = {"max_new_tokens": min(most, room), "stop_strings": stops}
-    if run is not None:
-        _check_equal(request, run, served.eos_ids)
+    if run is not None:  # the request may repeat the run's settings, and have no others
+        fixed = {name: getattr(run, name) for name in ("temperature", "top_p", "top_k")}
+        fixed |= {"min_tokens": run.min_new_tokens, "n": 1, "seed": None, "ignore_eos": False}
+        given = request.model_dump(include={*fixed}, exclude_unset=True)
+        given["stop_token_ids"] = sorted({*request.stop_token_ids} - {*served.eos_ids})
+        for name, value in given.items():
+            if value != (wanted := fixed.get(name, [])):
+                text = f"{name} = {value}: the training run has {wanted}. Leave it out"
+                raise ApiError(text, param=name)
         return dataclasses.replace(run, stop_ids=served.eos_ids, **limits)
     ends = [] if request.ignore_eos else [*served.eos_ids]
     ends += [*(served.chat.stop_ids if request.chat.messages else ()), *request.stop_token_ids]
     limits |= {"min_new_tokens": request.min_tokens, "stop_ids": tuple(dict.fromkeys(ends))}
     own = request.model_dump(include={"temperature", "top_p", "top_k"})
     return SamplingSettings(**limits, **own)
-
-
-def _check_equal(request: _Request, run: SamplingSettings, eos_ids: tuple[int, ...]) -> None:
-    """Raise ApiError if a request asks for other settings than those of the training run."""
-    fixed = {name: getattr(run, name) for name in ("temperature", "top_p", "top_k")}
-    fixed |= {"min_tokens": run.min_new_tokens, "n": 1, "seed": None, "ignore_eos": False}
-    given = request.model_dump(include={*fixed}, exclude_unset=True)
-    given["stop_token_ids"] = sorted({*request.stop_token_ids} - {*eos_ids})
-    for name, value in given.items():
-        if value != (wanted := fixed.get(name, [])):
-            text = f"{name} = {value}: the training run has {wanted}. Leave it out"
-            raise ApiError(text, param=name)
 
 
 # --- responses -----------------------------------------------------------------------------------
@@ -344,9 +339,8 @@ class Call:
         if self.kind == "completions":
             found = {"tokens": texts, "token_logprobs": values}
             return {**found, "top_logprobs": None, "text_offset": None}
-        parts = [list(tokenizer.token_bytes(token)) for token in tokens]
         content = [
-            {"token": text, "logprob": value, "bytes": part, "top_logprobs": []}
-            for text, value, part in zip(texts, values, parts, strict=True)
+            {"token": text, "logprob": x, "bytes": [*tokenizer.token_bytes(i)], "top_logprobs": []}
+            for i, text, x in zip(tokens, texts, values, strict=True)
         ]
         return {"content": content}

@@ -212,8 +212,14 @@ class InferenceServer:
             return folder
         for old in set(self.folder.glob("tba-????????-*")) - set(self._folders):
             shutil.rmtree(old)  # a run that was killed has left it
-        whole, hf_config = _stacked(params, self.policy), self.model.hf_config
-        hf_weights.save(folder, self.policy, whole, hf_config, dtype=self.dtype)
+        if not isinstance(params["layers"], dict):  # of the decoder's layout: stacked on the host
+            shapes, params = abstract_params(self.policy)["layers"], jax.device_get(params)
+            layers = {
+                name: [x[name].reshape(y.shape[1:]) for x in params["layers"] if name in x]
+                for name, y in shapes.items()
+            }
+            params = {**params, "layers": layers}
+        hf_weights.save(folder, self.policy, params, self.model.hf_config, dtype=self.dtype)
         return folder
 
     def _load(self, folder: Path) -> None:
@@ -323,18 +329,6 @@ class InferenceServer:
         text = f"HTTP {found.status} from {path}: {found.data[:300].decode(errors='replace')}"
         other = "server_down" if found.status >= 500 else "server_refused"
         raise Failure(_STATUSES.get(found.status, other), text)
-
-
-def _stacked(params: Params, config: TransformerConfig) -> Params:
-    """Return parameters with stacked layers; of the decoder's layout, lists of host arrays."""
-    if isinstance(params["layers"], dict):
-        return params
-    shapes, host = abstract_params(config)["layers"], jax.device_get(params)
-    layers = {
-        name: [layer[name].reshape(x.shape[1:]) for layer in host["layers"] if name in layer]
-        for name, x in shapes.items()
-    }
-    return {**host, "layers": layers}
 
 
 def _read(

@@ -3,7 +3,6 @@
 
 import asyncio
 import os
-import random
 import time
 
 import numpy as np
@@ -30,16 +29,6 @@ class Game:
             case "nan":
                 return "", float("nan"), True
         return f"{self.prompt}:{text}", 1.0, text == "end"
-
-
-class Dice:
-    """Draws from both global generators."""
-
-    def init(self, prompt):
-        pass
-
-    def step(self, text):
-        return f" {random.random()} {np.random.random()} ", 0.0, text == "end"
 
 
 class Counter:

@@ -131,13 +131,6 @@ def test_a_chat_does_not_continue_a_turn_without_messages_that_followed_its_own(
     assert asyncio.run(play()) == ["p", "pa?", "pa!"]
 
 
-def test_processes_draw_different_numbers():
-    with pool_of(f"{FILE}:Dice") as pool:
-        found = play(pool, {name: ["x", "end"] for name in "abc"})
-    drawn = [x for _, _, (text,) in found for x in text.split() if "." in x]
-    assert len(set(drawn)) == 6
-
-
 FAILURES = {
     "hang": "environment_timeout",
     "die": "environment_crash",
