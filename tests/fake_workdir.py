@@ -83,37 +83,26 @@ def fake_workdir(
     config = {"name": "math/arithmetic", "seed": 0, "driver": "async", "num_steps": num_steps}
     config |= {"task.name": "arithmetic", "objective.beta": 0.05, "replay.recency_prob": 0.5}
     versions = {"python": "3.12.1", "jax": "0.12.0"}
-    write_json(
-        path / "config.json",
-        {"config": config | dict(changes), "versions": versions, "run_id": "a"},
-    )
+    resolved = {"config": config | dict(changes), "versions": versions, "run_id": "a"}
+    write_json(path / "config.json", resolved)
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in metrics))
     if not report:
         return
     generated = 300 * made_steps
+    ledger = {"generated": generated, "waiting": 128, "stored": generated - 128 - 3000 - 17}
+    ledger |= {"evicted_capacity": 3000, "evicted_bytes": 0, "used": 256 * made_steps}
+    ledger |= {"rejected": {"reward_timeout": 14, "reward_error": 3}}
+    warning = "only 62% of the merged groups have been trained on: use <less>"
+    economy = {"trained_share": 0.62, "length_rank": 0.41, "effective_m": 0.5}
     facts = {
         "name": "math/arithmetic",
         "seed": 0,
-        "economy": {
-            "trained_share": 0.62,
-            "length_rank": 0.41,
-            "effective_m": 0.5,
-            "warnings": ["only 62% of the merged groups have been trained on: use <less>"],
-        },
+        "economy": economy | {"warnings": [warning]},
         "driver": "async",
         "eval": {"before": evaluations[0], "after": {**evaluations[-1], "step": made_steps}},
         "steps": made_steps,
         "wall_s": clock + 3.0,
-        "ledger": {
-            "generated": generated,
-            "waiting": 128,
-            "stored": generated - 128 - 3000 - 17,
-            "evicted_capacity": 3000,
-            "evicted_bytes": 0,
-            "rejected": {"reward_timeout": 14, "reward_error": 3},
-            "used": 256 * made_steps,
-            "trained_unique": min(generated, 180 * made_steps),
-        },
+        "ledger": ledger | {"trained_unique": min(generated, 180 * made_steps)},
         "kinds": ["worked"],
         "samples": [dict(zip(NAMES, sample, strict=True)) for sample in SAMPLES],
         "hardware": "2 CPU cores",

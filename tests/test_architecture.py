@@ -194,11 +194,11 @@ TEST_LIMITS = {
     ("rewards", "environments"): 2034,
     ("integration",): 886,  # with the restart of a fleet, which was a test of run
     ("planning",): 588,
-    ("report", "commands"): 1044,
+    ("report", "commands"): 1038,
     ("config",): 443,
     ("serving",): 993,
     ("remote",): 692,
-    ("run",): 1093,  # what a config.json alone means; the start model of resumed runs
+    ("run",): 1089,  # what a config.json alone means; the start model of resumed runs
     OTHERS: 2078,
     ("",): 1721,  # with padded responses, which were a part of the package
 }

@@ -53,13 +53,11 @@ def test_the_model_learns_to_write_its_responses_and_to_end_them(tmp_path, capsy
 
 
 USER, THOUGHT = {"role": "user", "content": "7+5"}, "<think>\nhm\n</think>\n\n12<|im_end|>"
+ANSWER = {"role": "assistant", "reasoning_content": "hm", "content": "12"}
 ROWS = [
     {"prompt": "7+5", "completion": "<think>hm</think>12"},
     {"messages": [USER, {"role": "assistant", "content": "<think>\nhm\n</think>\n\n12"}]},
-    {
-        "prompt": [USER],
-        "completion": [{"role": "assistant", "reasoning_content": "hm", "content": "12"}],
-    },
+    {"prompt": [USER], "completion": [ANSWER]},
 ]
 
 
@@ -77,12 +75,9 @@ def test_an_answer_is_trained_on_with_its_thinking(tmp_path):
     asked = "<|im_start|>user\n7+5<|im_end|>\n<|im_start|>assistant\n"
     assert texts(data, True) == [[asked, THOUGHT]] * 3
     answer = write_rows(tmp_path / "b.jsonl", [{"prompt": "7+5", "completion": "12"}])
-    assert texts(answer, "enable_thinking=False") == [
-        [f"{asked}<think>\n\n</think>\n\n", "12<|im_end|>"]
-    ]
-    with pytest.raises(
-        ValueError, match=r"b.jsonl, line 1: the chat template reads no \['thinks'\]"
-    ):
+    quick = f"{asked}<think>\n\n</think>\n\n"
+    assert texts(answer, "enable_thinking=False") == [[quick, "12<|im_end|>"]]
+    with pytest.raises(ValueError, match=r"b.jsonl, line 1: the chat template .* \['thinks'\]"):
         texts(answer, "thinks=False")
     template.write_text(
         "{% for m in messages %}{{ m.content.split('</think>')[-1] }}{% endfor %}"

@@ -154,7 +154,7 @@ def served():
 
 @pytest.mark.parametrize("trained", [LORA, SYNC], ids=["adapters", "all weights"])
 def test_the_policy_learns_from_responses_of_a_server(served, tmp_path, cache, trained):
-    server, workdir = f"search.engine={served.engine_url}/v1", tmp_path / "run"
+    server, workdir = f"search.engine={served.url}/v1", tmp_path / "run"
     run(workdir, server, "search.num_slots=32", *trained, cache=cache, timeout=600)
     assert [*served.queues] == ["start"] and not list((workdir / "adapters").glob("*"))
     records = [r for r in lines(workdir / "metrics.jsonl") if "train/loss" in r]

@@ -60,11 +60,10 @@ def six(tmp_path_factory):
         name, seed = ("tb", "grpo")[number // 3], number % 3
         workdir = folder / f"{name}<b>{seed}"
         is_over = number < 5
-        fake_workdir(workdir, num_steps=20, made_steps=20 if is_over else 9, report=is_over)
-        told = read_json(workdir / "config.json")
-        told["config"] |= {"seed": seed, "objective": {"name": name, "beta": 0.1 * number // 3}}
-        told["config"] |= {"task": {"data_path": MARKUP[1]}} if name == "tb" else {}
-        write_json(workdir / "config.json", told)
+        changes = {"seed": seed, "objective": {"name": name, "beta": 0.1 * number // 3}}
+        changes |= {"task": {"data_path": MARKUP[1]}} if name == "tb" else {}
+        steps = {"num_steps": 20, "made_steps": 20 if is_over else 9}
+        fake_workdir(workdir, **steps, report=is_over, changes=changes)
         with open(workdir / "metrics.jsonl", "a") as log:
             if is_over:
                 last = {"step": 20, "eval/n": 9, "eval/pass_at_1": 0.5 + 0.1 * seed}

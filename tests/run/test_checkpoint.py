@@ -71,9 +71,8 @@ def test_damage_names_the_checkpoint_and_the_remedy(tmp_path):
     save(tmp_path, 10, 20).close()
     file = tmp_path / "checkpoints" / "20" / "host_buffer"
     file.write_bytes(file.read_bytes()[:40])
-    with pytest.raises(
-        CheckpointError, match="checkpoints/20 is damaged.*Move that folder away.*checkpoints/10"
-    ):
+    remedy = "checkpoints/20 is damaged.*Move that folder away.*checkpoints/10"
+    with pytest.raises(CheckpointError, match=remedy):
         load_host_state(str(tmp_path))
     assert file.exists()
 

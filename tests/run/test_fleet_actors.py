@@ -24,10 +24,7 @@ FLEET = {"placement": "fleet", "task.name": "arithmetic"}
     "change, words",
     [
         ({"driver": "sync"}, "config.driver = 'sync': the searchers of a fleet are other"),
-        (
-            {"num_searchers": 3},
-            "config.fleet.max_searchers = 4: must be a multiple of num_searchers=3",
-        ),
+        ({"num_searchers": 3}, "max_searchers = 4: must be a multiple of num_searchers=3"),
         ({"fleet.searcher": "GPU"}, "config.fleet.searcher = 'GPU': must read NAME=NUMBER"),
     ],
 )

@@ -39,7 +39,7 @@ CONTROLS += "/pause", "/resume", "/reset_prefix_cache"
 
 
 class ServedModel:
-    """Decoder, sessions, queues and servers; that at `engine_url` has vLLM's routes.
+    """Decoder, sessions, queues and servers, of which one has vLLM's routes.
 
     A request for token IDs there takes the first of `faults`, or else `always`.
     """
@@ -69,14 +69,12 @@ class ServedModel:
 
     @contextlib.contextmanager
     def running(self):
-        """Serve at `url`, at `guarded_url` with the token, and at `engine_url`."""
+        """Serve at `url`, with vLLM's routes, and at `guarded_url` those who send the token."""
         apps = [make_application(lambda _: self.queue, self.served, token=x) for x in ("", TOKEN)]
-        apps.append(make_application(lambda _: self.queue, self.served))
         routes = [Route(path, self.control, methods=["POST"]) for path in CONTROLS]
-        apps[2].router.routes[:0] = [*routes, Route(GENERATE, self.generate, methods=["POST"])]
+        apps[0].router.routes[:0] = [*routes, Route(GENERATE, self.generate, methods=["POST"])]
         servers = [HttpServer(app, "http-server", bind("127.0.0.1", 0)) for app in apps]
-        urls = [f"http://127.0.0.1:{server.port}" for server in servers]
-        self.url, self.guarded_url, self.engine_url = urls
+        self.url, self.guarded_url = (f"http://127.0.0.1:{server.port}" for server in servers)
         stop = StopFlag()
         step = lambda: any([queue.step(session) for queue, session in self.sessions])  # noqa: E731
         worker = Worker("decoder", step, stop, idle_s=0.002).start()
@@ -117,10 +115,10 @@ class ServedModel:
         body, fault = await request.json(), self.faults.pop(0) if self.faults else self.always
         if fault == "forgotten":  # as a server that was restarted
             self.queues, self.version = {"start": self.queue}, "start"
-        if isinstance(fault, int) or body["model"] not in self.queues:
+        name, most = body.pop("model", "start"), {"max_tokens": 1} if fault == "early end" else {}
+        if isinstance(fault, int) or name not in self.queues:
             return JSONResponse({}, fault if isinstance(fault, int) else 404)
         await asyncio.sleep(2.0 if fault == "late" else 0)
-        name, most = body.pop("model"), {"max_tokens": 1} if fault == "early end" else {}
         updates = self.queues[name]("generate", body | most)
         *_, (call, _, update) = [each async for each in updates]
         update = update._replace(token_logprobs=update.token_logprobs + 0.05 * (fault == "shifted"))

@@ -21,6 +21,7 @@ from tba_jax.serving.protocol import ApiError, Update, parse
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES, ONE = [{"role": "user", "content": "7+5-3"}], {"prompt": "1"}
+AUTHORIZED = {"authorization": f"Bearer {TOKEN}"}
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\n"
 
 
@@ -44,7 +45,8 @@ def test_tokens_and_log_probs_are_those_of_the_engine_also_in_a_stream(model, pa
         create = (client.chat.completions if path == CHAT else client.completions).create
         whole = create(**body)
         *chunks, last = create(**body, stream=True, stream_options={"include_usage": True})
-    _, same = model.ask(GENERATE, {"token_ids": whole.prompt_token_ids, **SAMPLED})
+    body = {"token_ids": whole.prompt_token_ids, **SAMPLED}
+    _, same = model.ask(model.guarded_url + GENERATE, body, AUTHORIZED)
     start, settings = np.array(whole.prompt_token_ids, np.int32), SamplingSettings(9, top_p=0.9)
     wanted = model.decode(model.params, start, settings, seed=2**32 - 1, num=2)
     # Another number of slots is another program.
@@ -209,7 +211,7 @@ def test_who_may_send(model):
     assert status == 400 and "the content type is not JSON" in answer["error"]["message"]
     models, completions = model.guarded_url + "/v1/models", model.guarded_url + TEXT
     assert model.ask(models)[0] == model.ask(completions, body)[0] == 401
-    assert model.ask(completions, body, {"authorization": f"Bearer {TOKEN}", **text})[0] == 200
+    assert model.ask(completions, body, AUTHORIZED | text)[0] == 200
     with client_of(model) as client:
         assert [card.id for card in client.models.list()] == ["start"]
         with pytest.raises(openai.NotFoundError, match="'gpt' does not exist") as error:

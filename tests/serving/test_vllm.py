@@ -22,7 +22,7 @@ PROMPT, SETTINGS = np.array(served_model.PROMPT, np.int32), SamplingSettings(9)
 def client(request, model, tmp_path):
     """Makes clients of the model's server; at the end nothing is left there or on disk."""
     model.policy, made, folder = model.config, [], tmp_path / "versions"
-    start, address = models.describe(str(START_MODEL)), model.engine_url
+    start, address = models.describe(str(START_MODEL)), model.url
     if request.param == "adapters":
         model.policy = lora.with_adapters(model.config, 4, 8.0, ("q", "v", "down"))
         address += "/v1"
