@@ -59,11 +59,6 @@ class MeshShape(NamedTuple):
         return self.data * self.fsdp * self.expert
 
     @property
-    def num_param_parts(self) -> int:
-        """Number of parts of the parameters; with `expert` the parameters of experts only."""
-        return self.size // self.data
-
-    @property
     def size(self) -> int:
         """Number of trainer devices."""
         return self.num_parts * self.model
@@ -107,11 +102,6 @@ class Division(NamedTuple):
     groups: tuple[tuple[Any, ...], ...]
     first_searcher: int
     num_searchers: int
-
-    @property
-    def shares_devices(self) -> bool:
-        """Whether searchers use the trainer's devices instead of separate devices."""
-        return self.placement == "shared"
 
     @property
     def trainer_mesh(self) -> "Mesh":

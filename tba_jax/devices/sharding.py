@@ -65,13 +65,12 @@ def partition_spec(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh)
             names = divides[axis] + divides[other]
             if size % math.prod(mesh.shape[name] for name in names) == 0:
                 divides |= {axis: names, other: ()}
-    spec: list[str | tuple[str, ...] | None] = [None] * len(axes)
-    for i, (axis, size) in enumerate(zip(axes, shape, strict=True)):
+    spec: list[tuple[str, ...]] = []
+    for axis, size in zip(axes, shape, strict=True):
         names = divides.get(axis or "", ())
         parts = math.prod(mesh.shape[name] for name in names)
-        if names and size % parts == 0:
-            spec[i] = names[0] if len(names) == 1 else names
-        elif names and not AXIS_RULES[axis or ""].may_replicate:
+        spec.append(names if size % parts == 0 else ())
+        if size % parts and not AXIS_RULES[axis or ""].may_replicate:
             possible = [n for n in range(1, size + 1) if size % n == 0 and n <= 256]
             raise ValueError(
                 f"axis {axis!r} of size {size} cannot be divided over {parts} devices of the mesh "
@@ -89,49 +88,11 @@ def tree_shardings(axes: Any, shapes: Any, mesh: Mesh) -> Any:
     )
 
 
-def shardings_like(tree: Any, params: Any, param_shardings: Any, mesh: Mesh) -> Any:
-    """Return shardings of a train state: parameters, arrays that belong to them, and others.
-
-    An array belongs to the parameter whose path is a suffix of its own path: copies, gradients,
-    moments. With the parameter's shape it gets the parameter's sharding; with one axis less (the
-    factors of Adafactor), the sharding of the remaining axes. All others are replicated.
-    """
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    of_params = {
-        _names(path): (x.shape, (*where.spec, *[None] * (x.ndim - len(where.spec))))
-        for (path, x), where in zip(leaves, jax.tree.leaves(param_shardings), strict=True)
-    }
-
-    def sharding(path: Any, x: Any) -> NamedSharding:
-        names = _names(path)
-        owners = (of_params[names[i:]] for i in range(len(names)) if names[i:] in of_params)
-        shape, spec = next(owners, ((), ()))
-        fits = [(shape, spec)]
-        fits += [(shape[:i] + shape[i + 1 :], spec[:i] + spec[i + 1 :]) for i in range(len(shape))]
-        return NamedSharding(mesh, PartitionSpec(*next((s for n, s in fits if n == x.shape), ())))
-
-    return jax.tree_util.tree_map_with_path(sharding, tree)
-
-
-def _names(path: Any) -> tuple[str, ...]:
-    """Return the keys of a path in a tree as texts; keys, indices and attributes look the same."""
-    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
-
-
 def placed_shapes(tree: Any, shardings: Any) -> Any:
     """Return the shapes and dtypes of a tree as jax.ShapeDtypeStruct with these shardings."""
     return jax.tree.map(
         lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where), tree, shardings
     )
-
-
-def storable(tree: Any) -> Any:
-    """Return the tree for Orbax: with several processes, arrays of this process become numpy."""
-
-    def own(x: Any) -> Any:
-        return np.asarray(x) if isinstance(x, jax.Array) and x.is_fully_addressable else x
-
-    return tree if jax.process_count() == 1 else jax.tree.map(own, tree)
 
 
 def hand_over(tree: Any, shardings: Any) -> Any:

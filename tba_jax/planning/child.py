@@ -179,7 +179,7 @@ def _describe(
         num_devices=len(devices),
         num_hosts=len({d.process_index for d in devices}),
         layout=found.placement,
-        shares_devices=found.shares_devices,
+        shares_devices=found.placement == "shared",
         num_params=num_params(model_config),
         trainer=trainer._replace(residents={**trainer.residents, **judges["trainer"]}),
         searcher=searcher._replace(

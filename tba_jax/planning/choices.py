@@ -140,7 +140,7 @@ def on_devices(
         devices,
         memory_bytes,
         lambda config: estimates.searcher_bytes(config, model_config, devices[0]),
-        shares_devices=found.shares_devices,
+        shares_devices=found.placement == "shared",
     )
     left = open_settings(config)
     about = f"estimated for devices of {memory_bytes / 2**30:.1f} GiB"

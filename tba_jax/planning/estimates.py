@@ -81,8 +81,8 @@ def step_bytes(
     of_params = 0.0
     if not config.lora.rank:
         copies = 2 if len(model_config.pattern) == 1 else 3
-        of_params = copies * 4 * num_params(model_config) / mesh.num_param_parts
-        if mesh.num_param_parts > mesh.model:  # the gradient is whole until it is divided
+        of_params = copies * 4 * num_params(model_config) / (mesh.size // mesh.data)
+        if mesh.size // mesh.data > mesh.model:  # the gradient is whole until it is divided
             table += 4 * model_config.vocab_size * model_config.hidden_size / mesh.model
     # Outputs of products, which "dots" keeps for a token; "none" also keeps norms, rotations and
     # activations, some in float32: about four times as many values.

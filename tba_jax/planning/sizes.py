@@ -75,7 +75,7 @@ def holds_trainer(
     rows = -(-micro_batch_options(config, mesh.num_parts)[0] // mesh.num_parts)
     if config.model.remat == "auto":
         config = replace(config, {"model.remat": "layers"})
-    needed = estimates.held_bytes(config, model_config) / mesh.num_param_parts
+    needed = estimates.held_bytes(config, model_config) / (mesh.size // mesh.data)
     needed += estimates.step_bytes(rows, config, model_config, mesh, platform)
     return needed <= hbm_bytes * (1 - SHARE_FOR_PROGRAMS)
 
@@ -122,7 +122,7 @@ def choose(
         of_searcher: config -> bytes that a searcher needs on each device.
     """
     fields: dict[str, Any] = {}
-    held = estimates.held_bytes(config, model_config) / mesh.num_param_parts
+    held = estimates.held_bytes(config, model_config) / (mesh.size // mesh.data)
     platform, parts = platform_of(devices[0]), mesh.num_parts
     wanted = config.batch.micro_batch_rows
     options = [wanted] if wanted else micro_batch_options(config, parts)

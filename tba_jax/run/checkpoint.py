@@ -16,7 +16,6 @@ from typing import Any
 from etils import epath
 
 from tba_jax.devices.cluster import Cluster
-from tba_jax.devices.sharding import storable
 from tba_jax.flow.state import PartState, pack_arrays, unpack_arrays
 from tba_jax.run.errors import CheckpointError
 from tba_jax.run.object_store import storage_of
@@ -48,7 +47,7 @@ class Checkpoints(SavedSteps):
             for name, part in parts.items():
                 (folder / f"{_HOST}{name}").write_bytes(pack_arrays(*part))
 
-        self.write(step, storable(train_state), write_host_state)
+        self.write(step, train_state, write_host_state)
 
     def newest_intact(self, cluster: Cluster) -> int | None:
         """Return the step of the newest checkpoint; None without checkpoints.

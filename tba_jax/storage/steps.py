@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from orbax.checkpoint.checkpoint_managers import PreservationPolicy
@@ -28,10 +29,7 @@ _DELETED = "00" + _UNFINISHED  # old folders are moved here first: no kill leave
 
 
 class _Manager(ocp.CheckpointManager):
-    """Orbax's manager without JAX's preemption service, which `devices.cluster` turns off."""
-
-    def reached_preemption(self, step: int) -> bool:
-        return False
+    """Orbax's manager, which also removes what it moves to `_DELETED`."""
 
     def _finalize(self, step: int, steps_to_remove: list[int]) -> None:
         super()._finalize(step, steps_to_remove)
@@ -71,14 +69,13 @@ class SavedSteps:
         error: type[Exception],
         run_id: str = "",
         members: Sequence[int] | None = None,
-        timeout_s: int = TIMEOUT_S,
         read_only: bool = False,
         wanted: Callable[[], Collection[int]] = tuple,
         before_commit: Callable[[], None] = lambda: None,
     ) -> None:
         folder = epath.Path(folder)  # Orbax needs an absolute path
         self.folder = folder if is_address(folder) else epath.Path(os.path.abspath(folder))
-        self._item, self._error, self._timeout_s = item, error, timeout_s
+        self._item, self._error = item, error
         self.run_id, self._before_commit = run_id, before_commit
         self._write_files: FolderWriter = lambda folder: None
         self._saving: int | None = None
@@ -106,7 +103,7 @@ class SavedSteps:
                 read_only=read_only,
                 todelete_subdir=None if read_only else _DELETED,
                 async_options=ocp.options.AsyncOptions(
-                    timeout_secs=timeout_s,
+                    timeout_secs=TIMEOUT_S,
                     post_finalization_callback=self._finish_files,
                     # Orbax 0.12 lets a background save wait for the number of the newest save of
                     # the process: of two saves that begin at the same time, one would wait forever.
@@ -149,6 +146,7 @@ class SavedSteps:
         """
         self.wait()  # here the error of the previous save still names its own step
         self._saving, self._write_files = step, write_files
+        tree = jax.tree.map(_storable, tree)
         args = ocp.args.Composite(**{self._item: ocp.args.StandardSave(tree)})
         with self._write_errors():
             self._manager.save(step, args=args, force=True)
@@ -158,15 +156,14 @@ class SavedSteps:
         with self._write_errors():
             self._manager.check_for_errors()
 
-    def wait(self, timeout_s: float | None = None) -> None:
+    def wait(self, timeout_s: float = TIMEOUT_S) -> None:
         """Block until the current save is complete; raise `error` if it fails or takes longer."""
-        limit_s = self._timeout_s if timeout_s is None else timeout_s
-        deadline = time.monotonic() + limit_s
+        deadline = time.monotonic() + timeout_s
         with self._write_errors():
             # Orbax limits the time of its barriers, but not of a write to storage that hangs.
             while self._manager.is_saving_in_progress():
                 if time.monotonic() > deadline:
-                    raise TimeoutError(f"not complete after {limit_s:.0f} s")
+                    raise TimeoutError(f"not complete after {timeout_s:.0f} s")
                 time.sleep(0.01)
             self._manager.wait_until_finished()
 
@@ -221,6 +218,12 @@ def delete_own(folder: epath.Path, run_id: str) -> None:
         if path.name.isdigit() and digests.run_of(path) == run_id:
             doomed = path if is_address(path) else path.rename(f"{path}{_UNFINISHED}-old")
             doomed.rmtree()  # after a kill here `SavedSteps` removes the rest
+
+
+def _storable(x: Any) -> Any:
+    """Return a leaf for Orbax: with several processes, an array of this process becomes numpy."""
+    is_own = isinstance(x, jax.Array) and x.is_fully_addressable
+    return np.asarray(x) if is_own and jax.process_count() > 1 else x
 
 
 def _children(folder: epath.Path) -> list[epath.Path]:

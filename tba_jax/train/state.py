@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from tba_jax.devices.platform import step_options
-from tba_jax.devices.sharding import batch_axes, placed_shapes, shardings_like
+from tba_jax.devices.sharding import batch_axes, placed_shapes
 from tba_jax.devices.site import Site
 from tba_jax.flow.layout import OF_GROUPS, Batch
 from tba_jax.models import lora
@@ -135,7 +135,19 @@ def step_shardings(
     rows = NamedSharding(mesh, PartitionSpec(batch_axes(mesh)))
     replicated = NamedSharding(mesh, PartitionSpec())
     parts = math.prod(mesh.shape[axis] for axis in batch_axes(mesh))
-    state = shardings_like(shapes, params, shardings, mesh)
+    state = jax.tree.map(lambda _: replicated, shapes)
+    trained = trainable(params, shapes.head), trainable(shardings, state.head)
+    state = state._replace(
+        params=shardings,
+        reference_params=shardings if keep_reference else None,
+        opt_state=optax.tree_map_params(
+            only_finite(optimizer),
+            sharding_like,
+            shapes.opt_state,
+            *trained,
+            transform_non_params=lambda _: replicated,
+        ),
+    )
     return StepShardings(
         state=state,
         abstract=placed_shapes(shapes, state),
@@ -146,6 +158,19 @@ def step_shardings(
         base=base,
         compiler_options=step_options(mesh.devices.flat[0], config.hidden_size),
     )
+
+
+def sharding_like(moment: Any, param: Any, where: NamedSharding) -> NamedSharding:
+    """Return the sharding of an array of the optimiser that belongs to a parameter at `where`.
+
+    With the shape of the parameter it gets that sharding; with one axis less (the factors of
+    Adafactor), the sharding of the remaining axes. All others are replicated.
+    """
+    shape, spec = param.shape, (*where.spec, *[None] * (param.ndim - len(where.spec)))
+    fits = [(shape, spec)]
+    fits += [(shape[:i] + shape[i + 1 :], spec[:i] + spec[i + 1 :]) for i in range(len(shape))]
+    found = next((own for size, own in fits if size == moment.shape), ())
+    return NamedSharding(where.mesh, PartitionSpec(*found))
 
 
 def trained_shapes(config: TransformerConfig, param_dtype: Any) -> Any:

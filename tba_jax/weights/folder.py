@@ -17,7 +17,6 @@ import numpy as np
 from etils import epath
 
 from tba_jax.devices.platform import return_free_memory
-from tba_jax.devices.sharding import storable
 from tba_jax.storage.steps import TIMEOUT_S, SavedSteps
 from tba_jax.weights.memory import OnDevices
 from tba_jax.weights.publication import PublicationError, Published
@@ -73,7 +72,7 @@ class WeightFolder(SavedSteps):
         self.poll()
         with self._changing:
             start = time.monotonic()
-            copied = storable(jax.block_until_ready(self._program(params)))
+            copied = jax.block_until_ready(self._program(params))
             if jax.process_count() == 1:
                 copied = jax.device_get(copied)  # as in `load`
             self.write(version, copied)

@@ -31,16 +31,15 @@ from fake_models import KINDS, TINY_LOGIT, logprob_bound, random_params, tiny_co
 from jax.sharding import PartitionSpec as P
 
 from tba_jax.devices.placement import MeshShape, trainer_mesh
-from tba_jax.devices.sharding import shardings_like
 from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.models.logprobs import packed_token_logprobs
 from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import ComputeSharding, param_shardings
-from tba_jax.models.transformer import abstract_params
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.train.config import OptimizerSettings
 from tba_jax.train.objectives import make_objective
 from tba_jax.train.optimizers import make_optimizer
+from tba_jax.train.state import step_shardings
 from tba_jax.train.step import make_reference_pass
 
 # Prompts, a number that divides over no mesh, as the paper's GSM8K has; K = 4.
@@ -145,9 +144,8 @@ def test_optimizer_state_lies_where_its_parameters_do(name):
     optimizer = make_optimizer(OptimizerSettings(name, b2=0.99, weight_decay=0.1))
     mesh = make_mesh((1, 2, 4))
     config = DIVISIBLE if name == "adamw" else tiny_config(hidden_size=128, mlp_size=256)
-    params = abstract_params(config)
-    state = jax.eval_shape(optimizer.init, params)
-    got = shardings_like(state, params, param_shardings(config, mesh), mesh)
+    made = step_shardings(config, optimizer, mesh, keep_reference=True, has_head=True)
+    state, got = made.abstract, made.state
     by_path = {
         jax.tree_util.keystr(path): (x.shape, sharding.spec)
         for (path, x), sharding in zip(

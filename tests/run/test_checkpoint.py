@@ -109,7 +109,7 @@ def test_one_flipped_bit_of_any_file_is_named(tmp_path, monkeypatch):
 
 
 def test_storage_that_hangs_ends_the_wait_and_leaves_the_older_checkpoint(tmp_path, monkeypatch):
-    checkpoints = Checkpoints(tmp_path, timeout_s=1)
+    checkpoints = Checkpoints(tmp_path)
     checkpoints.save(10, {"w": jnp.zeros(2)}, HOST)
     checkpoints.wait()
     may_end = threading.Event()
@@ -122,7 +122,7 @@ def test_storage_that_hangs_ends_the_wait_and_leaves_the_older_checkpoint(tmp_pa
     checkpoints.save(20, {"w": jnp.zeros(2)}, HOST)  # returns: written in the background
     start = time.monotonic()
     with pytest.raises(CheckpointError) as caught:
-        checkpoints.wait()
+        checkpoints.wait(timeout_s=1.0)
     assert time.monotonic() - start < 20
     assert "checkpoints/20 failed: TimeoutError: not complete after 1 s" in str(caught.value)
     assert "Complete checkpoints: [10]" in str(caught.value)

@@ -13,8 +13,7 @@ from tba_jax.storage.steps import SavedSteps, delete_own
 
 
 def saved(folder, **options):
-    options = {"run_id": "f00d", "timeout_s": 20} | options
-    return SavedSteps(folder, "x", error=RuntimeError, **options)
+    return SavedSteps(folder, "x", error=RuntimeError, **{"run_id": "f00d"} | options)
 
 
 def save(steps, *numbers):
