@@ -288,23 +288,14 @@ class WorkerPool:
 
     # Methods for the pools' loop.
 
-    def open(self) -> Job:
-        """Return a new job."""
-        return Job(self)
-
     async def ask(self, message: Any, timeout_s: float, doing: str) -> Any:
         """Return the answer to a job of one message, as `Job.ask`; wait for an idle worker."""
         async with self._idle:
-            job = self.open()
+            job = Job(self)
             try:
                 return await job.ask(message, timeout_s, doing)
             finally:
                 job.leave()
-
-    async def end_idle(self) -> None:
-        """End the workers without jobs; later jobs start new ones."""
-        for worker in [w for w in self.workers if not w.jobs]:
-            worker.end("lost", "it was idle")
 
     def take(self, job: int) -> _Worker:
         """Give a job the worker with the fewest; a new one, if all have jobs and more may run."""

@@ -31,7 +31,7 @@ from tba_jax.rewards.scores import Score
 from tba_jax.serving.chat import Chat, Messages, extended
 from tba_jax.serving.failures import Failure
 from tba_jax.serving.protocol import ApiError, Call, Kind, Update, parse
-from tba_jax.workers import WorkerFailed
+from tba_jax.workers import Job, WorkerFailed
 
 # Added to the number of a turn in the turn's key. Larger than the number of any token.
 _TURNS = 2**30
@@ -128,7 +128,7 @@ class Environment:
     async def run(self) -> Episode:
         """Run the episode. A failure becomes its verdict; a closed pool raises WorkerFailed."""
         start_s, attempt, verdict = time.monotonic(), self.attempt, None
-        self.job = self.pool.workers.open()
+        self.job = Job(self.pool.workers)
         try:
             reward = await self.play()
             if not self._turns:

@@ -78,8 +78,6 @@ class EnvironmentPool:
                 "arguments that is made within reward.timeout_s, or a function run(base_url, row)"
             )
         vars(self).update(answer)
-        if self.schemas:  # describing tools has imported transformers there
-            self.workers.run(self.workers.end_idle())
         if self.is_agent:
             application = make_application(self._sample, self.served, prefix="/{episode}")
             self._server = HttpServer(application, "agent-server", bind("127.0.0.1", 0))

@@ -215,7 +215,7 @@ def test_a_coroutine_that_waits_for_ever_is_late_although_other_jobs_are_answere
     jobs, end = importlib.import_module("user_rewards").make_jobs, time.monotonic() + 60.0
 
     async def ask(pool):
-        waits, plays = pool.open(), pool.open()
+        waits, plays = workers.Job(pool), workers.Job(pool)
         waiting = asyncio.ensure_future(waits.ask("wait", 0.5, "a wait"))
         with pytest.raises(workers.WorkerFailed, match="by another job|another job ended"):
             while time.monotonic() < end:
