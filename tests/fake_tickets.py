@@ -60,8 +60,8 @@ class House:
     def __init__(self, num_searchers=2, *, prompts=None, given=(), **settings):
         self.now, self.lines, self.step = 0.0, [], 0
         self.num_searchers, self.prompts, self.given = num_searchers, prompts or Numbered(), given
-        defaults = {"num_prompts": 4, "share": 1.0, "max_staleness": 0, "initial_fill": 0}
-        self.settings = defaults | settings
+        self.num_prompts = settings.pop("num_prompts", 4)
+        self.settings = {"share": 1.0, "max_staleness": 0, "initial_fill": 0} | settings
         self.open()
         self.save()
 
@@ -73,7 +73,6 @@ class House:
             identity=IDENTITY,
             num_searchers=self.num_searchers,
             num_local=0,
-            has_other_trainers=False,
             samples_per_prompt=S,
             **self.settings,
         )
@@ -82,7 +81,7 @@ class House:
             types.SimpleNamespace(merge=self._merge, check_ledger=self._check, num_fresh_groups=0),
             self.prompts.from_number,
             self.evaluations,
-            None,
+            types.SimpleNamespace(num_prompts=self.num_prompts),
             given=self.given,
             clock=lambda: self.now,
             log=self.lines.append,

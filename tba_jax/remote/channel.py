@@ -144,10 +144,8 @@ class Channel:
         try:
             response = self._pool.request("POST", url, body, headers={"authorization": headers})
         except urllib3.exceptions.HTTPError as error:
-            self._endpoint, cause = None, error
-            while (inner := cause.__cause__ or cause.__context__) is not None:
-                cause = inner
-            raise Unreachable(f"{url}: {type(cause).__name__}: {cause}"[:300]) from error
+            self._endpoint = None
+            raise Unreachable(f"{url}: {type(error).__name__}: {error}"[:300]) from error
         if response.status == 200:
             return response.data
         kind = _ERRORS.get(response.status, Refused)

@@ -22,7 +22,6 @@ from tba_jax.remote.messages import Mail, Plan, Work, decode, encode
 HEARTBEAT_PERIOD_S = 2.0
 """Longest time between two requests of a process that searches."""
 _RETRY_S = 0.2  # seconds between two requests to an owner that does not respond
-_SLOW_S = 20.0  # a longer wait for the trainer is logged
 
 
 @dataclasses.dataclass
@@ -40,7 +39,6 @@ class Client:
     Args:
         host: name of this process and its machine, for log lines.
         timeout_s: seconds without a response after which the owner counts as lost.
-        log: receives a line when the owner responds after a long wait.
 
     Attributes:
         on_versions: receives (newest complete policy version, versions under evaluation).
@@ -54,9 +52,8 @@ class Client:
         timeout_s: float,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
-        log: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self.host, self.log = host, log
+        self.host = host
         self.on_versions: Callable[[int, Sequence[int]], None] = lambda version, evaluated: None
         self._channel, self._timeout_s, self._clock, self._sleep = channel, timeout_s, clock, sleep
         self._lock = threading.Lock()
@@ -136,8 +133,7 @@ class Client:
         start_s = self._clock()
         while True:
             try:
-                answer = self._channel.call(method, body())
-                break
+                return self._channel.call(method, body())
             except Refused as error:
                 raise PeerError(f"the trainer refuses {self.host}: {error}") from error
             except Unreachable as error:
@@ -148,6 +144,3 @@ class Client:
                         f"({error}). {CONTINUE}"
                     ) from error
                 self._sleep(_RETRY_S)
-        if (waited_s := self._clock() - start_s) > _SLOW_S:
-            self.log(f"{self.host} had no response from the trainer for {waited_s:.0f} s")
-        return answer

@@ -51,12 +51,10 @@ class EvaluationQueue:
                 del self._taken[searcher]
             missing, shards = self._open.get(version, ({}, []))
             ticket = missing.pop(first, None)
-            if ticket is None:
-                return  # another searcher was faster
-            if shard is None:  # no weights: the shard goes to the end
+            if ticket is not None and shard is not None:  # else another searcher was faster
+                shards.append(shard)
+            elif ticket is not None:  # no weights: the shard goes to the end
                 missing[first] = ticket
-                return
-            shards.append(shard)
         with self._merging:
             while self.versions and not self._open[oldest := self.versions[0]][0]:
                 evaluation = self._evaluator.merge(self._open[oldest][1])  # may take seconds

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """HTTP server of an ASGI application, on a separate thread."""
 
-import functools
 import logging
 import socket
 import threading
@@ -42,8 +41,7 @@ class HttpServer:
                 timeout_graceful_shutdown=1,
             )
         )
-        run = functools.partial(self._server.run, sockets=[bound])
-        self._thread = threading.Thread(target=run, name=name, daemon=True)
+        self._thread = threading.Thread(None, self._server.run, name, ([bound],), daemon=True)
         self._thread.start()
 
     def close(self) -> None:

@@ -50,8 +50,6 @@ class OwnerSettings(NamedTuple):
     identity: str  # digest of the code and ID of the run, which other processes must have
     num_searchers: int
     num_local: int  # searchers of this process, the first ones
-    has_other_trainers: bool  # whether other processes request the steps
-    num_prompts: int  # p, groups in a batch
     share: float  # m, mean share of fresh groups in a batch
     max_staleness: int  # bound in steps; 0: no bound
     initial_fill: int  # responses needed before the first step, besides given ones
@@ -65,7 +63,6 @@ class _Process:
     name: str
     searchers: Sequence[int]
     last_message_s: float
-    is_lost: bool = False
     number: int = -1
     response: bytes = b""
 
@@ -109,7 +106,7 @@ class Owner:
         self.remote_searchers = range(settings.num_local, settings.num_searchers)
         self._buffer, self._prompts, self._layout = buffer, prompts, layout
         self._is_publishing, self._decided = is_publishing, threading.Condition()
-        self._plans: dict[int, bytes] = {}  # of the newest steps, for other trainer processes
+        self._plans: dict[int, Plan] = {}  # of the newest steps, for other trainer processes
         self._given, self.num_given = tuple(given), len(given)
         self._clock, self._log, self._lock = clock, log, threading.RLock()
         self._num_joins = self._num_searchers_lost = 0
@@ -173,12 +170,10 @@ class Owner:
                 return Plan()
             publish = self._is_publishing is None or not self._is_publishing()
             plan = Plan(publish=publish, batch=self._layout.batch(draws, step), draws=draws)
-        if self.settings.has_other_trainers:
-            sent = encode(plan._replace(draws=()))
-            with self._decided:
-                self._plans[step] = sent
-                self._plans.pop(step - _NUM_KEPT, None)
-                self._decided.notify_all()
+        with self._decided:
+            self._plans[step] = plan._replace(draws=())
+            self._plans.pop(step - _NUM_KEPT, None)
+            self._decided.notify_all()
         return plan
 
     def answer_step(self, step: int, wants_stop: bool) -> bytes:
@@ -195,7 +190,8 @@ class Owner:
                     f"it requests step {step}, and step {max(self._plans)} is decided. Stop all "
                     "processes, and start each with the same command"
                 )
-            return self._plans.get(step, b"")
+            plan = self._plans.get(step)
+        return b"" if plan is None else encode(plan)
 
     # Tickets.
 
@@ -238,22 +234,18 @@ class Owner:
         steps = version + settings.max_staleness + 1 - self._step
         if steps < 1:
             return False  # wait for newer weights
-        least = settings.num_prompts
+        least = p = self._layout.num_prompts
         if not self._step:
             fill = -(-settings.initial_fill // settings.samples_per_prompt)
             least = max(least, self.num_given + fill)
-        limit = max(least, math.floor(settings.share * settings.num_prompts * steps))
+        limit = max(least, math.floor(settings.share * p * steps))
         return self.num_under_way < limit
 
     def _accept(self, result: Result) -> None:
-        number = result.number
-        if number in self._again:  # its searcher was only slow
-            self._again.remove(number)
-            self._num_lost -= self.settings.samples_per_prompt
-        elif self._open.pop(number, None) is None:
+        if self._open.pop(result.number, None) is None:
             self._num_duplicates += 1
             return
-        self._results[number] = result
+        self._results[result.number] = result
         self._num_bytes += result.num_bytes
         self._num_generated += result.generated
         self.decoded_tokens += result.report.tokens
@@ -345,8 +337,7 @@ class Owner:
                 )
             for place, process in [*self._processes.items()]:
                 if {*process.searchers} & {*searchers}:
-                    self._lose(process)
-                    del self._processes[place]
+                    self._lose(place)
             self._num_joins += 1
             name = f"searchers {[*searchers]} on {host}"
             place, process = uuid.uuid4().hex, _Process(name, searchers, self._clock())
@@ -369,14 +360,14 @@ class Owner:
             raise RunEnded("the run has ended")
         if (process := self._processes.get(place)) is None:
             raise Rewind(
-                "the trainer was restored from a checkpoint, or another process ran the searchers; "
-                "lost responses are sampled again"
+                "the trainer was restored from a checkpoint, had no message for too long, or "
+                "another process ran the searchers; lost responses are sampled again"
             )
         for mail in mails if number > process.number else ():
             self.put(mail.searcher, mail.results)  # may take seconds; twice is harmless
         with self._lock:
             if number > process.number:  # else the response was lost on the way
-                process.last_message_s, process.is_lost = self._clock(), False
+                process.last_message_s = self._clock()
                 self.wants_stop = self.wants_stop or wants_stop
                 for mail in mails:
                     self.beat(mail.searcher, mail.idle_s, mail.decoded)
@@ -390,24 +381,19 @@ class Owner:
             return process.response
 
     def lose_silent(self) -> bool:
-        """Count processes over the heartbeat timeout as lost; return False: a worker waits."""
+        """Lose the processes over the heartbeat timeout; return False: a worker waits."""
         with self._lock:
-            for process in self._connected():
-                if (silent_s := self._clock() - process.last_message_s) > HEARTBEAT_S:
+            for place, process in [*self._processes.items()]:
+                silent_s = self._clock() - process.last_message_s
+                if process.searchers and silent_s > HEARTBEAT_S:
                     why = f"no message for {silent_s:.0f} s; their tickets begin again"
                     self._log(f"{process.name}: {why}")
-                    self._lose(process)
+                    self._lose(place)
         return False
 
-    def _connected(self) -> list[_Process]:
-        return [process for process in self._processes.values() if not process.is_lost]
-
-    def _lose(self, process: _Process) -> None:
-        """Issue the open tickets of a process again; it has ended or is silent."""
-        if process.is_lost:
-            return
-        process.is_lost = True
-        for searcher in process.searchers:
+    def _lose(self, place: str) -> None:
+        """Issue the open tickets of a process again; if it still runs, it must join again."""
+        for searcher in self._processes.pop(place).searchers:
             self._num_searchers_lost += 1
             for number in self._open_of(searcher):
                 del self._open[number]
@@ -419,14 +405,14 @@ class Owner:
     def absent(self) -> list[int]:
         """IDs of searchers that no connected process runs, without those of this process."""
         with self._lock:
-            running = {searcher for each in self._connected() for searcher in each.searchers}
+            running = {searcher for each in self._processes.values() for searcher in each.searchers}
             return [searcher for searcher in self.remote_searchers if searcher not in running]
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the searchers of other processes by name."""
         with self._lock:
             counts = {
-                "hosts": len(self._connected()),
+                "hosts": len(self._processes),
                 "searchers": len(self.remote_searchers) - len(self.absent),
                 "slots": len(self.remote_searchers),
                 "joins": self._num_joins,

@@ -349,8 +349,6 @@ def _make_owner(
         identity=shared.identity,
         num_searchers=sites.num_searchers,
         num_local=len(sites.searchers),
-        has_other_trainers=shared.cluster.num_processes > 1,
-        num_prompts=config.batch.num_prompts,
         share=config.replay.recency_prob,
         max_staleness=config.replay.max_staleness if config.driver == "async" else 0,
         initial_fill=config.search.initial_fill,

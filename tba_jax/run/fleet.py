@@ -116,7 +116,7 @@ class SearcherProcess:
         channel = Channel(endpoint, timeout_s=HEARTBEAT_S)
         name = f"{socket.gethostname()}/{os.getpid()}"
         # The driver decides how long searchers wait for a trainer.
-        client = Client(channel, name, timeout_s=math.inf, log=_print)
+        client = Client(channel, name, timeout_s=math.inf)
         with contextlib.closing(shared.rewards):
             while True:
                 search(shared.identity, parts, weights, client)

@@ -68,7 +68,7 @@ def search(
         except RunEnded:
             return
         except Rewind as rewind:
-            client.log(str(rewind))
+            print(f"{client.host}: {rewind}", flush=True)
         finally:
             stop_workers(workers, failed)
 

@@ -8,7 +8,7 @@ from fake_tickets import IDENTITY, House, Numbered, S, make_result
 
 from tba_jax.flow.tickets import DecodeCounts, Ticket
 from tba_jax.remote import owner as owners
-from tba_jax.remote.channel import RunEnded
+from tba_jax.remote.channel import Rewind, RunEnded
 from tba_jax.remote.messages import Mail, encode
 
 
@@ -27,9 +27,9 @@ def put(house, searcher, *taken, version=0):
 
 def lose(house, searcher):
     """The process of a searcher is lost."""
-    for process in house.owner._processes.values():
+    for place, process in [*house.owner._processes.items()]:
         if searcher in process.searchers:
-            house.owner._lose(process)
+            house.owner._lose(place)
 
 
 def test_tickets_are_numbered_prompts_and_a_repeated_result_is_dropped():
@@ -60,9 +60,10 @@ def test_a_message_with_a_bad_result_leaves_no_trace():
     assert not house.owner.take(0, 0, 0) and house.owner.num_under_way == 1
 
 
-def test_a_silent_process_is_lost_until_its_next_message():
+def test_a_silent_process_is_lost_and_must_join_again():
     house = House(3)
     silent, other = join(house, 0), join(house, 1, 2)
+    house.owner.join((), "idle", "")  # has no searchers to lose
     house.owner.take(0, 2, 0)
     for number in range(6):
         house.now += 6.0
@@ -70,10 +71,12 @@ def test_a_silent_process_is_lost_until_its_next_message():
         house.owner.lose_silent()
     assert house.lines[-1] == ("searchers [0] on a: no message for 36 s; their tickets begin again")
     assert house.owner.absent == [0] and house.owner.ledger()["lost"] == 2 * S
-    house.owner.answer(silent, 0, False, (Mail(0),))
+    with pytest.raises(Rewind, match="had no message for too long"):
+        house.owner.answer(silent, 0, False, (Mail(0),))
+    join(house, 0)
     assert house.owner.absent == [] and house.owner.idle_s == [0.0, 36.0, 0.0]
     assert house.owner.metrics()["fleet/searchers"] == 3
-    assert house.owner.metrics()["fleet/joins"] == 2
+    assert house.owner.metrics()["fleet/joins"] == 4
 
 
 @pytest.mark.parametrize("num_searchers", [1, 2, 4])

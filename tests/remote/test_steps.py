@@ -34,9 +34,9 @@ def make_draws():
     return [Draw(group.prompt, group.trajectories, True, (0, 1))]
 
 
-def make_owner(*, has_others=True, is_ready=yes, is_publishing=None):
+def make_owner(*, is_ready=yes, is_publishing=None):
     buffer = SimpleNamespace(draw=lambda *_: make_draws() if is_ready() else None)
-    settings = OwnerSettings("1/r", 0, 0, has_others, 4, 1.0, 0, 0, 2)
+    settings = OwnerSettings("1/r", 0, 0, 1.0, 0, 0, 2)
     return Owner(settings, buffer, None, None, LAYOUT, is_publishing=is_publishing, log=print)
 
 
@@ -87,7 +87,7 @@ def test_a_stop_ends_everyone_before_the_same_step_and_draws_nothing(is_ready):
     owner = make_owner(is_ready=is_ready)
     assert owner.answer_step(3, True) == b""
     assert owner.step(3, no) == decode(request(owner, 3).result(5)) == Plan(stop=True)
-    assert make_owner(has_others=False, is_ready=is_ready).step(3, yes) == Plan(stop=True)
+    assert make_owner(is_ready=is_ready).step(3, yes) == Plan(stop=True)
 
 
 @pytest.fixture
