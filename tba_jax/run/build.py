@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A run: its connected parts, and their assembly from the config, new or from a checkpoint.
 
-Invariants: `restore` restores everything that `save` saves (tests/integration/test_runs.py).
+Invariants: a new `Run` restores everything that `save` saves (tests/integration/test_runs.py).
 The reference model never shares buffers with the trained parameters, because a train step donates
 its inputs.
 """
@@ -24,7 +24,6 @@ from tba_jax.config.schema import Config
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.platform import return_free_memory
 from tba_jax.devices.worker import StopFlag
-from tba_jax.evaluation.evaluator import Evaluator
 from tba_jax.flow.layout import Batch
 from tba_jax.models import lora
 from tba_jax.remote.channel import ChannelServer
@@ -39,10 +38,9 @@ from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.errors import CheckpointError
 from tba_jax.run.object_store import storage_of, upload
 from tba_jax.run.records import Logs
-from tba_jax.run.shared import RunClock, Shared, make_arrival, make_searchers, open_shared
+from tba_jax.run.shared import RunClock, Shared, make_arrival, make_searchers
 from tba_jax.run.workdir import run_id_of
 from tba_jax.search.prompts import PromptReader, Prompts
-from tba_jax.search.searcher import Searcher, SearchParts
 from tba_jax.search.start_data import load_start_tickets
 from tba_jax.storage.steps import delete_own
 from tba_jax.train.optimizers import make_optimizer
@@ -52,56 +50,160 @@ from tba_jax.weights.folder import FOLDER, WeightFolder
 from tba_jax.weights.memory import Weights
 
 
-@dataclasses.dataclass
 class Run:
-    """The connected parts of one run in a trainer process.
+    """The connected parts of one run in a trainer process, new or from the newest checkpoint.
+
+    Args:
+        cluster: the trainer processes of the run; all of them make this object.
+        writers: further writers of metrics.
+        link: connection to the other processes; None if there is only one process.
+        hold: flag of the work directory's lock; None if another process holds it.
+        callbacks: functions of the user, called with (step, values), that return additional values.
 
     Attributes:
         parts: parts of the searchers of this process.
         owner: tickets and evaluations of the run; None in a process that does not own the buffer.
-        searchers: searchers of this process that take tickets from `owner`.
         server: channel server of the owner's process; None without other processes.
         client: connection to the owner in another process; None in the owner's process.
         last_saved_step: step of the newest checkpoint; -1 before the first.
         last_eval_step: version of the newest evaluation in metrics.jsonl; -1 before the first.
-        hold: flag of the work directory's lock; None if another process holds it.
-        callbacks: functions of the user, called with (step, values), that return additional values.
         advice: finds causes of a slow run and of a run that does not learn.
+
+    Raises:
+        ConfigError, PlacementError, ValueError, RewardFailure: as `Shared`.
+        CheckpointError: the newest checkpoint is damaged, or belongs to another run.
     """
 
-    shared: Shared
-    checkpoints: Checkpoints
-    parts: tuple[SearchParts, ...]
-    buffer: ReplayBuffer
-    trainer: Trainer
-    evaluator: Evaluator
-    weights: Weights | WeightFolder
-    owner: Owner | None
-    searchers: tuple[Searcher, ...]
-    logs: Logs
-    server: ChannelServer | None = None
-    client: Client | None = None
-    last_saved_step: int = -1
-    last_eval_step: int = -1
-    hold: StopFlag | None = None
-    callbacks: Callable[[int, Mapping[str, Any]], dict[str, float]] = lambda step, values: {}
-    advice: Advice = dataclasses.field(default_factory=Advice)
+    def __init__(
+        self,
+        config: Config,
+        workdir: Path,
+        cluster: Cluster,
+        clock: RunClock,
+        progress: ProgressDisplay,
+        *,
+        writers: Sequence[Any],
+        link: ChannelServer | Client | None,
+        hold: StopFlag | None,
+        callbacks: Callable[[int, Mapping[str, Any]], dict[str, float]],
+    ) -> None:
+        self.config, self.clock, self.hold, self.callbacks = config, clock, hold, callbacks
+        self.server = link if isinstance(link, ChannelServer) else None
+        self.client = link if isinstance(link, Client) else None
+        self.last_saved_step = self.last_eval_step = -1
+        self.advice = Advice()
+        self.shared = shared = Shared(config, workdir, cluster, note=progress.note)
+        task, tokenizer, run_id = shared.task, shared.tokenizer, run_id_of(shared.workdir)
+        prompts = Prompts(PromptReader(task, tokenizer, config.task.max_prompt_tokens), config.seed)
+        shared.rewards.check()  # they are tried while `Prompts` imports Grain
+        if cluster.is_primary and not shared.sites.searchers:  # other processes grade
+            try_functions(config, task)
+        self.checkpoints = Checkpoints(
+            storage_of(shared.workdir),
+            before_commit=functools.partial(upload, shared.workdir),
+            run_id=run_id,
+            members=cluster.members,
+        )
+        step = self.checkpoints.newest_intact(cluster)
+        if step is None and cluster.is_primary and not task.makes_problems:
+            progress.phase(f"checking {task.size('train'):,} prompts")
+            for line in prompts.reader.check_all():
+                progress.note(line)
+        mesh = shared.sites.trainer.mesh
+        shardings = model_parts.make_step_shardings(config, shared.model.config, mesh)
+        state, base = self._start_state(shardings, step, progress.phase)
+        self.evaluator = task_parts.make_evaluator(config, prompts.reader)
+        if number := self.evaluator.num_skipped:
+            progress.note(
+                f"{number} held-out prompts exceed task.max_prompt_tokens and are skipped"
+            )
+        evaluations = EvaluationQueue(self.evaluator)
+        self.weights = _make_weights(shared, base, evaluations)
+        self.parts = make_searchers(shared, self.weights)
+        # With driver=sync a wait for fresh responses would never end: the same thread makes them.
+        pace = config.replay.pace if config.driver == "async" else "off"
+        self.buffer = ReplayBuffer(dataclasses.replace(config.replay, pace=pace), config.seed)
+        self.owner: Owner | None = None
+        if cluster.is_primary:
+            # A checkpoint of a later step has the results of all given responses.
+            given = "" if step else config.task.start_path
+            self.owner = self._make_owner(evaluations, prompts, given, progress.note)
+        self.trainer = Trainer(
+            state=state,
+            train_step=_make_train_step(shared, shardings, base),
+            weights=self.weights,
+            # After a reset, log-probs that were stored would be those of another reference.
+            keep_references=None if config.reference.reset_period else self.buffer.keep_references,
+            clock=clock,
+        )
+        options = cluster.is_primary, progress, tokenizer, config.num_steps, writers
+        self.logs = Logs(shared.workdir, *options)
+        self._restore(step)
 
-    @property
-    def config(self) -> Config:
-        return self.shared.config
+    def _start_state(
+        self, shardings: StepShardings, step: int | None, phase: Callable[[str], None]
+    ) -> tuple[TrainState, Any]:
+        """Return the train state, and the frozen parameters under adapters or None.
 
-    @property
-    def clock(self) -> RunClock:
-        return self.shared.clock
+        `step` is that of a checkpoint; None: start from the model.
+        """
+        config, shared = self.config, self.shared
+        has_adapters = shared.policy.adapters is not None
+        trained, params = shardings.state.params, None
+        if step is None or has_adapters:
+            phase("loading the model")
+            params = shared.model.load_params(
+                param_dtype=jnp.dtype(config.model.param_dtype),
+                shardings=shardings.base if has_adapters else trained,
+            )
+        base = params if has_adapters else None
+        if step is None:
+            if has_adapters:
+                params = lora.init_adapters(shared.policy, config.seed, trained)
+            return make_init_state(make_optimizer(config.optimizer), shardings)(params), base
+        phase("restoring the newest checkpoint")
+        return TrainState(*self.checkpoints.read(step, shardings.abstract)), base
+
+    def _make_owner(
+        self,
+        evaluations: EvaluationQueue,
+        prompts: Prompts,
+        given_path: str,
+        note: Callable[[str], None],
+    ) -> Owner:
+        """Return the owner of the run's tickets; given responses, if there are any, come first."""
+        config, sites, weights = self.config, self.shared.sites, self.weights
+        given, tokenizer = [], self.shared.tokenizer
+        if given_path:
+            given = load_start_tickets(given_path, prompts.reader, tokenizer, config.search)
+            num_given = sum(len(ticket.responses) for ticket in given)
+            note(f"{num_given:,} given responses come first, in {len(given):,} groups")
+        settings = OwnerSettings(
+            identity=self.shared.identity,
+            num_searchers=sites.num_searchers,
+            num_local=len(sites.searchers),
+            share=config.replay.recency_prob,
+            max_staleness=config.replay.max_staleness,
+            initial_fill=config.search.initial_fill,
+            samples_per_prompt=config.search.samples_per_prompt,
+        )
+        return Owner(
+            settings,
+            self.buffer,
+            prompts.from_number,
+            evaluations,
+            model_parts.make_layout(config, tokenizer, sites.trainer.mesh),
+            given=given,
+            # Without newer weights a bound would admit no tickets, and no step would follow.
+            is_publishing=None if config.replay.max_staleness else lambda: weights.is_publishing,
+            log=note,
+        )
 
     def _saveables(self) -> dict[str, Any]:
-        """Return all parts with host state, by name."""
-        return {
-            "buffer": self.buffer,
-            **({} if self.owner is None else {"owner": self.owner}),
-            "clock": self.clock,
-        }
+        """Return the parts with host state by name, in the process that saves them."""
+        if self.owner is None:
+            return {}
+        return {"buffer": self.buffer, "owner": self.owner, "clock": self.clock}
 
     def save(self) -> None:
         """Start a checkpoint of the trainer's step, unless it has one; all processes call this."""
@@ -113,7 +215,7 @@ class Run:
             self.last_saved_step = step
             return_free_memory()
 
-    def restore(self, step: int | None) -> None:
+    def _restore(self, step: int | None) -> None:
         """Restore the host state of a checkpoint, and drop log lines of work after it.
 
         All processes call this method. The train state is restored already; step None: a new run.
@@ -151,14 +253,6 @@ class Run:
             self.weights.keep_only(self.owner.evaluations.versions)
         return bool(finished)
 
-    def is_evaluation_due(self, step: int, newest: int) -> bool:
-        """Return whether the version published at `step` must be evaluated.
-
-        `newest` is the version of the last requested evaluation; -1 before the first request.
-        """
-        period, is_last = self.config.eval.period, step >= self.config.num_steps
-        return newest < 0 or bool(period and not is_last and step // period > newest // period)
-
     def close(self, *, has_failed: bool = False) -> None:
         """Complete pending writes, and release processes, threads and files.
 
@@ -173,114 +267,6 @@ class Run:
                 self.weights.close()
             self.checkpoints.close()
         self.logs.close()
-
-
-def build(
-    config: Config,
-    workdir: Path,
-    cluster: Cluster,
-    clock: RunClock,
-    progress: ProgressDisplay,
-    *,
-    writers: Sequence[Any] = (),
-    link: ChannelServer | Client | None = None,
-) -> Run:
-    """Build every part of a run and restore the newest checkpoint of its work directory.
-
-    Args:
-        cluster: the processes of the run; all of them call this function.
-        link: connection to the other processes; None if there is only one process.
-
-    Raises:
-        ConfigError, PlacementError, ValueError, RewardFailure: as `open_shared`.
-        CheckpointError: the newest checkpoint is damaged, or belongs to another run.
-    """
-    shared = open_shared(config, workdir, cluster=cluster, clock=clock, note=progress.note)
-    task, tokenizer, is_primary = shared.task, shared.tokenizer, cluster.is_primary
-    prompts = Prompts(PromptReader(task, tokenizer, config.task.max_prompt_tokens), config.seed)
-    shared.rewards.check()  # they are tried while `Prompts` imports Grain
-    if is_primary and not shared.sites.searchers:  # other processes grade
-        try_functions(config, task)
-    checkpoints = Checkpoints(
-        storage_of(shared.workdir),
-        before_commit=functools.partial(upload, shared.workdir),
-        run_id=run_id_of(shared.workdir),
-        members=cluster.members,
-    )
-    step = checkpoints.newest_intact(cluster)
-    if step is None and is_primary and not task.makes_problems:
-        progress.phase(f"checking {task.size('train'):,} prompts")
-        for line in prompts.reader.check_all():
-            progress.note(line)
-    mesh = shared.sites.trainer.mesh
-    shardings = model_parts.make_step_shardings(config, shared.model.config, mesh)
-    state, base = _start_state(shared, shardings, checkpoints, step, progress.phase)
-    evaluator = task_parts.make_evaluator(config, prompts.reader)
-    if number := evaluator.num_skipped:
-        progress.note(f"{number} held-out prompts exceed task.max_prompt_tokens and are skipped")
-    evaluations = EvaluationQueue(evaluator)
-    weights = _make_weights(shared, base, evaluations)
-    parts = make_searchers(shared, weights)
-    # With driver=sync, a wait for fresh responses would never end: they come from the same thread.
-    pace = config.replay.pace if config.driver == "async" else "off"
-    buffer = ReplayBuffer(dataclasses.replace(config.replay, pace=pace), config.seed)
-    owner = None
-    if is_primary:
-        # A checkpoint of a later step has the results of all given responses.
-        given = "" if step else config.task.start_path
-        owner = _make_owner(shared, buffer, evaluations, weights, prompts, given, progress.note)
-    trainer = Trainer(
-        state=state,
-        train_step=_make_train_step(shared, shardings, base),
-        weights=weights,
-        # After a reset, log-probs that were stored would be those of another reference.
-        keep_references=None if config.reference.reset_period else buffer.keep_references,
-        clock=clock,
-    )
-    run = Run(
-        shared=shared,
-        checkpoints=checkpoints,
-        parts=parts,
-        buffer=buffer,
-        trainer=trainer,
-        evaluator=evaluator,
-        weights=weights,
-        owner=owner,
-        searchers=tuple(Searcher(each, owner) for each in parts) if owner else (),
-        logs=Logs(shared.workdir, is_primary, progress, tokenizer, config.num_steps, writers),
-        server=link if isinstance(link, ChannelServer) else None,
-        client=link if isinstance(link, Client) else None,
-    )
-    run.restore(step)
-    return run
-
-
-def _start_state(
-    shared: Shared,
-    shardings: StepShardings,
-    checkpoints: Checkpoints,
-    step: int | None,
-    phase: Callable[[str], None],
-) -> tuple[TrainState, Any]:
-    """Return the train state, and the frozen parameters under adapters or None.
-
-    All processes call this function. `step` is that of a checkpoint; None: start from the model.
-    """
-    config, has_adapters = shared.config, shared.policy.adapters is not None
-    trained, params = shardings.state.params, None
-    if step is None or has_adapters:
-        phase("loading the model")
-        params = shared.model.load_params(
-            param_dtype=jnp.dtype(config.model.param_dtype),
-            shardings=shardings.base if has_adapters else trained,
-        )
-    base = params if has_adapters else None
-    if step is None:
-        if has_adapters:
-            params = lora.init_adapters(shared.policy, config.seed, trained)
-        return make_init_state(make_optimizer(config.optimizer), shardings)(params), base
-    phase("restoring the newest checkpoint")
-    return TrainState(*checkpoints.read(step, shardings.abstract)), base
 
 
 def _make_weights(
@@ -307,17 +293,13 @@ def _make_train_step(shared: Shared, shardings: StepShardings, base: Any) -> Tra
         shared.config, shared.policy, shared.tokenizer, shardings
     )
     update, score = map(shared.sites.trainer.locked, programs)
-    is_alone = shared.cluster.num_processes == 1
     frozen = () if base is None else (base,)
 
     def train_step(
         state: TrainState, batch: Batch
     ) -> tuple[TrainState, dict[str, Any], Array | None]:
-        if is_alone:
-            placed = jax.device_put(batch, shardings.of_batch(batch))
-        else:  # every process has all rows, and each device copies its own rows
-            placed = jax.tree.map(_from_whole, batch, shardings.of_batch(batch))
-        reference = None
+        # Every process has all rows, and each device copies its own rows.
+        placed, reference = jax.tree.map(_from_whole, batch, shardings.of_batch(batch)), None
         if batch.missing is not None:
             reference = score(state.reference_params, placed, *frozen)
             placed = placed._replace(reference=reference, missing=None)
@@ -328,40 +310,3 @@ def _make_train_step(shared: Shared, shardings: StepShardings, base: Any) -> Tra
 
 def _from_whole(array: np.ndarray, sharding: jax.sharding.Sharding) -> Array:
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
-
-
-def _make_owner(
-    shared: Shared,
-    buffer: ReplayBuffer,
-    evaluations: EvaluationQueue,
-    weights: Weights | WeightFolder,
-    prompts: Prompts,
-    given_path: str,
-    note: Callable[[str], None],
-) -> Owner:
-    """Return the owner of the run's tickets; given responses, if there are any, come first."""
-    config, sites, given = shared.config, shared.sites, []
-    if given_path:
-        given = load_start_tickets(given_path, prompts.reader, shared.tokenizer, config.search)
-        num_given = sum(len(ticket.responses) for ticket in given)
-        note(f"{num_given:,} given responses come first, in {len(given):,} groups")
-    settings = OwnerSettings(
-        identity=shared.identity,
-        num_searchers=sites.num_searchers,
-        num_local=len(sites.searchers),
-        share=config.replay.recency_prob,
-        max_staleness=config.replay.max_staleness if config.driver == "async" else 0,
-        initial_fill=config.search.initial_fill,
-        samples_per_prompt=config.search.samples_per_prompt,
-    )
-    return Owner(
-        settings,
-        buffer,
-        prompts.from_number,
-        evaluations,
-        model_parts.make_layout(config, shared.tokenizer, sites.trainer.mesh),
-        given=given,
-        # Without newer weights a bound would admit no tickets, and no step would follow.
-        is_publishing=None if config.replay.max_staleness else lambda: weights.is_publishing,
-        log=note,
-    )

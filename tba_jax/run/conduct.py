@@ -24,7 +24,7 @@ from tba_jax.report.jsonl import jsonable, read_jsonl, stream_jsonl
 from tba_jax.report.process import ReportProcess
 from tba_jax.report.progress import ProgressDisplay
 from tba_jax.report.writers import make_tracker
-from tba_jax.run.build import Run, build
+from tba_jax.run.build import Run
 from tba_jax.run.errors import out_of_memory
 from tba_jax.run.loop import train
 from tba_jax.run.records import combined
@@ -71,9 +71,8 @@ def conduct(
         writers: list[Any] = [ReportProcess(workdir)] if is_primary else []
         if is_primary and (tracker := config.log.tracker):
             writers.append(make_tracker(tracker, workdir, flatten(config), run_id_of(workdir)))
-        clock = RunClock(start_s)
-        run = build(config, workdir, cluster, clock, display, writers=writers, link=link)
-        run.callbacks, run.hold = named, hold
+        options: Any = {"writers": writers, "link": link, "hold": hold, "callbacks": named}
+        run = Run(config, workdir, cluster, RunClock(start_s), display, **options)
         if begun := run.trainer.step_index:
             display.resume(stream_jsonl(run.shared.workdir / "metrics.jsonl"))
             display.note(f"resumed {run.shared.workdir} at step {begun} of {config.num_steps}")

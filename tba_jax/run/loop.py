@@ -35,7 +35,7 @@ from tba_jax.remote.owner import Owner
 from tba_jax.run.build import Run
 from tba_jax.run.errors import RunError, Watchdog
 from tba_jax.run.search_process import search
-from tba_jax.search.searcher import POLL_S, stop_workers
+from tba_jax.search.searcher import POLL_S, Searcher, stop_workers
 from tba_jax.train.trainer import Finished
 from tba_jax.weights.memory import DELIVERY_S, Weights
 
@@ -81,23 +81,21 @@ class Loop:
     """The loop of a trainer process; with `owner`, of the one that owns the replay buffer."""
 
     def __init__(self, run: Run, interrupted: Callable[[], bool]) -> None:
-        self.run, self.owner, self.stop = run, run.owner, StopFlag()
+        self.run, self.owner = run, run.owner
+        # A failed request to the channel server also stops the workers.
+        self.stop = StopFlag() if run.server is None else run.server.failure
+        self.check = self.stop.check
         self._plan, self._interrupted = Plan(), interrupted
         self._is_sync, self._newest_eval = run.config.driver == "sync", run.last_eval_step
         self._ended = StopFlag()  # set when the owner reports the end of the run
         self._watchdog = Watchdog(run.config.log.watchdog_s)
         # Asynchronous: pairs of a decoding and a grading thread.
-        searching = () if self._is_sync else run.searchers
+        self._searchers = [Searcher(each, run.owner) for each in run.parts] if run.owner else []
+        searching = () if self._is_sync else self._searchers
         self._searching = [each.workers(self.stop) for each in searching]
         self._merged_before = 0  # number of merged groups at the last step
         if self._is_sync and self.owner is not None:
             self.owner.allow(0, -1)
-
-    def check(self) -> None:
-        """Raise the failure of a worker, or of a request of another process."""
-        self.stop.check()
-        if self.run.server is not None:
-            self.run.server.failure.check()
 
     def wants_stop(self) -> bool:
         """Return whether this process, or a process that reports to it, received a stop signal."""
@@ -210,7 +208,7 @@ class Loop:
         seen, deadline = progress(), time.monotonic() + limit_s
         while not is_done():
             self.check()
-            steps = [f for each in self.run.searchers for f in (each.step, each.grade)]
+            steps = [f for each in self._searchers for f in (each.step, each.grade)]
             if self._is_sync and any([step() for step in steps]):
                 continue
             self._watchdog.kick()
@@ -264,16 +262,22 @@ class Loop:
             return self._sample(step) if self._is_sync else self._merge_and_evaluate(step)
         if self._is_sync:  # else a worker delivers, and a wait for storage would stop the trainer
             self.run.weights.poll()
-        if self.run.is_evaluation_due(step, self._newest_eval):
+        if self._is_due(step):
             self._newest_eval = step
             self.run.weights.keep(step)
         return []
+
+    def _is_due(self, step: int) -> bool:
+        """Return whether the version published at `step` must be evaluated."""
+        newest, config = self._newest_eval, self.run.config
+        period, is_last = config.eval.period, step >= config.num_steps
+        return newest < 0 or bool(period and not is_last and step // period > newest // period)
 
     def _sample(self, step: int) -> list[Report]:
         """Evaluate the new weights if that is due, sample with them, and merge (driver=sync)."""
         run, owner, config = self.run, self._own(), self.run.config
         self._deliver()
-        if run.is_evaluation_due(step, self._newest_eval):
+        if self._is_due(step):
             self._newest_eval = step
             run.logs.progress.phase("evaluating")
             self._evaluate(step)
@@ -297,14 +301,14 @@ class Loop:
     def _merge_and_evaluate(self, step: int) -> list[Report]:
         """Merge, and request an evaluation of the newest version, if one is due (driver=async)."""
         run, reports = self.run, self._merge()
-        if not run.is_evaluation_due(step, self._newest_eval):
+        if not self._is_due(step):
             return reports
         if isinstance(run.weights, Weights):
             run.weights.poll()  # this version becomes the newest at once
         self._until(lambda: run.weights.newest is not None, "got no weights")
         version = run.weights.newest
         assert version is not None, "just delivered"
-        if run.is_evaluation_due(version, self._newest_eval):  # else a later one is evaluated
+        if self._is_due(version):  # else a later one is evaluated
             self._newest_eval = version
             run.weights.keep(version)
             self._own().evaluations.request(version)
@@ -343,7 +347,7 @@ class Loop:
             extra |= {f"search/{name}": n for name, n in server.failures.take().items()}
         if self._is_sync:
             return extra
-        for searcher, (decoding, _) in zip(run.searchers, self._searching, strict=True):
+        for searcher, (decoding, _) in zip(self._searchers, self._searching, strict=True):
             owner.beat(searcher.index, decoding.take_idle_s(), searcher.decode_counts())
         counts = owner.take_decode_counts()
         self._merged_before = owner.num_merged

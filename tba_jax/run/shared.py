@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Parts of a process that searches, with or without a trainer: devices, model, rewards, searchers.
 
-`open_shared` opens what trainers and searchers use; `make_searchers` builds searchers without a
+`Shared` has what trainers and searchers use; `make_searchers` builds searchers without a
 trainer. This module reads the weights of reward models and of the base of adapters, and no others.
 """
 
@@ -28,10 +28,7 @@ from tba_jax.environments.episodes import EnvironmentPool
 from tba_jax.evaluation.metrics import make_measures
 from tba_jax.flow.state import PartState
 from tba_jax.models import lora
-from tba_jax.models import model as models
 from tba_jax.models.shardings import on_mesh
-from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.models.transformer import TransformerConfig
 from tba_jax.rewards.kinds import make_rewards
 from tba_jax.rewards.scores import RewardSource
 from tba_jax.run import model_parts, task_parts
@@ -41,7 +38,6 @@ from tba_jax.search.sampler import SEARCHER_ROLE, Sampler
 from tba_jax.search.searcher import SearchParts
 from tba_jax.search.start_data import GivenScorer
 from tba_jax.serving.vllm import InferenceServer
-from tba_jax.tasks.task import Task
 from tba_jax.train.state import trained_shapes
 from tba_jax.weights.folder import StoredWeights, WeightFolder
 from tba_jax.weights.memory import OnDevices
@@ -82,20 +78,52 @@ class Rewards(NamedTuple):
             each.close()
 
 
-@dataclasses.dataclass(frozen=True)
 class Shared:
-    """Parts that trainer and searchers of a process share."""
+    """Parts that trainer and searchers of a process share, on the devices of the run.
 
-    config: Config
-    workdir: Path
-    cluster: Cluster
-    clock: RunClock
-    sites: Sites
-    task: Task
-    model: models.Description  # start model
-    policy: TransformerConfig  # with adapters
-    tokenizer: Tokenizer
-    rewards: Rewards
+    Args:
+        cluster: the processes that make this object together.
+        sites: sites of a searcher process of a fleet; None: the sites of the config's placement.
+
+    Attributes:
+        model: the start model.
+        policy: its architecture, with adapters.
+
+    Raises:
+        ConfigError, PlacementError: the devices do not fit the placement.
+        ValueError: the model folder, the data or a reward function is not usable.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        workdir: Path,
+        cluster: Cluster,
+        *,
+        note: Callable[[str], None] = lambda line: None,
+        sites: Sites | None = None,
+    ) -> None:
+        self.config, self.cluster, self.workdir = config, cluster, workdir.absolute()
+        if sites is None:
+            # In a job of one process these are the local devices.
+            found = divide(config.placement, jax.devices(), asked(config), cluster.number)
+            sites = open_sites(config, found)
+        self.sites, self.rewards = sites, Rewards()
+        self.task = task = config.task.open()
+        # Read the data before the model, which may take minutes: unreadable data ends the run.
+        sets = f" of {', '.join(task.data_sets)}" if task.data_sets else ""
+        sizes = f"{task.size('train'):,} prompts{sets}, {task.size('eval'):,} held out"
+        note(f"{task.name}: {sizes}; model {config.model.path or 'embedded:start_model'}")
+        self.model = model_parts.describe_model(config)
+        self.policy = model_parts.policy_config(config, self.model.config)
+        self.tokenizer = self.model.load_tokenizer()
+        if sites.searchers:
+            logs = self.workdir / "logs"
+            self.rewards = Rewards(
+                *make_rewards(config, task, self.tokenizer, sites.searchers[0], logs),
+                task_parts.make_environments(config, self.tokenizer, logs),
+                task_parts.make_server(config, self.model, self.tokenizer, self.workdir),
+            )
 
     @property
     def identity(self) -> str:
@@ -111,47 +139,6 @@ class Shared:
         source = self.sites.reading(self.model.config.hidden_size)
         load = source.locked(model_parts.start_weights)
         return load(self.config, self.model, source.mesh, site.mesh)
-
-
-def open_shared(
-    config: Config,
-    workdir: Path,
-    *,
-    cluster: Cluster,
-    clock: RunClock,
-    note: Callable[[str], None] = lambda line: None,
-    sites: Sites | None = None,
-) -> Shared:
-    """Place the run on its devices and open the shared parts; all processes of `cluster` call this.
-
-    Args:
-        sites: sites of a searcher process of a fleet; None: the sites of the config's placement.
-
-    Raises:
-        ConfigError, PlacementError: the devices do not fit the placement.
-        ValueError: the model folder, the data or a reward function is not usable.
-    """
-    folder = workdir.absolute()
-    if sites is None:
-        # In a job of one process these are the local devices.
-        found = divide(config.placement, jax.devices(), asked(config), cluster.number)
-        sites = open_sites(config, found)
-    task = config.task.open()
-    # Read the data before the model, which may take minutes to load: unreadable data ends the run.
-    sets = f" of {', '.join(task.data_sets)}" if task.data_sets else ""
-    sizes = f"{task.size('train'):,} prompts{sets}, {task.size('eval'):,} held out"
-    note(f"{task.name}: {sizes}; model {config.model.path or 'embedded:start_model'}")
-    model = model_parts.describe_model(config)
-    policy, tokenizer = model_parts.policy_config(config, model.config), model.load_tokenizer()
-    rewards, logs = Rewards(), folder / "logs"
-    if sites.searchers:
-        parts = (config, task, tokenizer, sites.searchers[0], logs)
-        rewards = Rewards(
-            *make_rewards(*parts),
-            task_parts.make_environments(config, tokenizer, logs),
-            task_parts.make_server(config, model, tokenizer, folder),
-        )
-    return Shared(config, folder, cluster, clock, sites, task, model, policy, tokenizer, rewards)
 
 
 def open_sites(config: Config, placement: Division) -> Sites:
@@ -323,11 +310,9 @@ def open_searchers(
     """Build consecutive searchers on the devices of this process, which does not train.
 
     `cluster` is this process alone, in a job whose other processes train; None: in a fleet. Errors
-    are those of `open_shared`.
+    are those of `Shared`.
     """
     sites = fleet_sites(config, searchers[0]) if cluster is None else None
-    shared = open_shared(
-        config, workdir, cluster=cluster or Cluster(), clock=RunClock(), sites=sites
-    )
+    shared = Shared(config, workdir, cluster or Cluster(), sites=sites)
     weights = make_stored_weights(shared)
     return shared, make_searchers(shared, weights), weights

@@ -22,12 +22,11 @@ def make_run(owner=None, **fields):
     return SimpleNamespace(
         config=make_config({"batch.num_prompts": 2, "search.samples_per_prompt": 2, **fields}),
         last_eval_step=0,
-        is_evaluation_due=lambda step, newest: False,
         record_evaluations=lambda: False,
         weights=weights,
         owner=owner,
         server=None,
-        searchers=(),
+        parts=(),
         trainer=SimpleNamespace(step_index=0),
     )
 
@@ -48,7 +47,7 @@ def test_a_signal_ends_the_wait_for_responses_and_the_rest_is_sampled_later():
     house.restore()
     run.owner = house.owner
     again = Loop(run, lambda: False)
-    run.searchers = (SimpleNamespace(step=lambda: False, grade=lambda: answer(house.owner)),)
+    again._searchers = (SimpleNamespace(step=lambda: False, grade=lambda: answer(house.owner)),)
     again.sync(0)
     assert house.owner.is_done
     assert house.merged == [0, 1]
