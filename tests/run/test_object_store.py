@@ -116,7 +116,6 @@ def opened_run():
             storage_of(folder),
             run_id="f00d",
             before_commit=lambda: object_store.upload(folder),
-            timeout_s=60,
         )
         yield folder, checkpoints
         checkpoints.close()
@@ -194,7 +193,7 @@ def test_a_store_that_refuses_the_log_fails_the_save(monkeypatch):
 
 
 def test_weights_are_published_to_the_store():
-    folder = WeightFolder(ADDRESS, lambda params: params, run_id="f00d", timeout_s=60)
+    folder = WeightFolder(ADDRESS, lambda params: params, run_id="f00d")
     for version in (1, 2, 3):
         folder.publish(version, {"w": jnp.full(8, float(version))})
         assert folder.poll()
