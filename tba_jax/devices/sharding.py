@@ -81,11 +81,11 @@ def partition_spec(axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh)
 
 def tree_shardings(axes: Any, shapes: Any, mesh: Mesh) -> Any:
     """Return the NamedSharding of each array of a tree; `axes` has its tuple of logical axes."""
-    return jax.tree.map(
-        lambda array, names: NamedSharding(mesh, partition_spec(names, array.shape, mesh)),
-        shapes,
-        axes,
-    )
+
+    def sharding(array: Any, names: Sequence[str | None]) -> NamedSharding:
+        return NamedSharding(mesh, partition_spec(names, array.shape, mesh))
+
+    return jax.tree.map(sharding, shapes, axes)
 
 
 def placed_shapes(tree: Any, shardings: Any) -> Any:

@@ -155,5 +155,4 @@ class Sites(NamedTuple):
 
     def reading(self, hidden_size: int) -> Site:
         """Return a site for loading a model, with devices of this process only."""
-        devices = self.trainer.mesh.local_devices
-        return Site(reading_mesh(hidden_size, devices), self.trainer.lock)
+        return Site(reading_mesh(hidden_size, self.trainer.mesh.local_devices), self.trainer.lock)

@@ -18,20 +18,18 @@ class StopFlag:
     """Stop flag shared by every thread of a run, with the first failure that set it."""
 
     def __init__(self) -> None:
-        self._event, self._lock = threading.Event(), threading.Lock()
-        self._failure: tuple[str, BaseException] | None = None
+        self._event, self._failures = threading.Event(), list[tuple[str, BaseException]]()
         self.set, self.is_set, self.wait = self._event.set, self._event.is_set, self._event.wait
 
     def fail(self, name: str, error: BaseException) -> None:
-        """Record the first failure and stop all workers."""
-        with self._lock:
-            self._failure = self._failure or (name, error)
+        """Record a failure and stop all workers."""
+        self._failures.append((name, error))
         self._event.set()
 
     def check(self) -> None:
         """Raise a WorkerError with the first recorded failure as its cause, if there is one."""
-        if self._failure is not None:
-            name, error = self._failure
+        if self._failures:
+            name, error = self._failures[0]
             raise WorkerError(f"{name} failed: {type(error).__name__}: {error}") from error
 
 

@@ -6,7 +6,6 @@ Invariant: only folders of this run are deleted (tests/storage/test_saved_steps.
 """
 
 import contextlib
-import dataclasses
 import os
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -16,7 +15,6 @@ import jax
 import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
-from orbax.checkpoint.checkpoint_managers import PreservationPolicy
 
 from tba_jax.storage import digests
 from tba_jax.storage.whole_files import is_address
@@ -35,17 +33,6 @@ class _Manager(ocp.CheckpointManager):
         super()._finalize(step, steps_to_remove)
         if jax.process_index() == self._multiprocessing_options.primary_host:
             (self.directory / _DELETED).rmtree(missing_ok=True)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Kept(PreservationPolicy):
-    """Folders that Orbax keeps: the newest, and those for which `is_kept(step)` is true."""
-
-    is_kept: Callable[[int], bool]
-
-    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
-        steps = [each.step for each in checkpoints]
-        return [step in steps[-NUM_KEPT:] or self.is_kept(step) for step in steps]
 
 
 class SavedSteps:
@@ -76,7 +63,7 @@ class SavedSteps:
         folder = epath.Path(folder)  # Orbax needs an absolute path
         self.folder = folder if is_address(folder) else epath.Path(os.path.abspath(folder))
         self._item, self._error = item, error
-        self.run_id, self._before_commit = run_id, before_commit
+        self.run_id, self._wanted, self._before_commit = run_id, wanted, before_commit
         self._write_files: FolderWriter = lambda folder: None
         self._saving: int | None = None
         members = (jax.process_index(),) if members is None else members
@@ -95,9 +82,7 @@ class SavedSteps:
             self.folder,
             item_handlers={item: ocp.StandardCheckpointHandler(multiprocessing_options=processes)},
             options=ocp.CheckpointManagerOptions(
-                preservation_policy=_Kept(
-                    lambda step: step in wanted() or digests.run_of(self.path(step)) != run_id
-                ),
+                preservation_policy=self,
                 save_interval_steps=0 if read_only else 1,
                 create=False,
                 read_only=read_only,
@@ -112,6 +97,12 @@ class SavedSteps:
                 multiprocessing_options=processes,
             ),
         )
+
+    def should_preserve(self, checkpoints: Sequence[Any], *, context: Any) -> Sequence[bool]:
+        """Return which folders Orbax keeps: the newest, `wanted` ones, and those of other runs."""
+        steps = [each.step for each in checkpoints]
+        kept = {*steps[-NUM_KEPT:], *self._wanted()}
+        return [x in kept or digests.run_of(self.path(x)) != self.run_id for x in steps]
 
     def _finish_files(self) -> None:
         """Write small files and digests, in the first process before Orbax commits the folder."""

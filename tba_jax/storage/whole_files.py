@@ -41,9 +41,9 @@ def read_json(path: Path | epath.Path) -> dict[str, Any]:
     """
     try:
         facts = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise
     except (OSError, RecursionError) as error:
-        if isinstance(error, FileNotFoundError):
-            raise
         raise ValueError(f"cannot be read ({type(error).__name__})") from error
     if not isinstance(facts, dict):
         raise ValueError(f"holds a {type(facts).__name__}, wanted a JSON object")

@@ -113,7 +113,7 @@ def test_adapters_are_merged_once_for_searchers_with_the_same_devices():
 
 def writer(workdir, **options):
     program = make_publish_program(jnp.dtype(jnp.float32))
-    return WeightFolder(workdir, program, **{"run_id": "f00d", "timeout_s": 60} | options)
+    return WeightFolder(workdir, program, **{"run_id": "f00d"} | options)
 
 
 def reader(workdir, devices=None, **options):
