@@ -39,7 +39,7 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
     from tba_jax.models.tokenizer import Tokenizer
     from tba_jax.rewards.kinds import make_rewards
     from tba_jax.run import model_parts
-    from tba_jax.run import task_parts as parts
+    from tba_jax.run import shared as parts
     from tba_jax.search.prompts import PromptReader
 
     devices = jax.local_devices()

@@ -113,7 +113,7 @@ def preflight(config: Config) -> None:
     """Check config, data, model, rewards and devices; raise the first problem. Reads no weights."""
     from tba_jax.models.hf import hf_weights
     from tba_jax.rewards.kinds import try_functions
-    from tba_jax.run import model_parts, task_parts
+    from tba_jax.run import model_parts, shared
     from tba_jax.search.prompts import text_of
 
     validate(config)
@@ -127,10 +127,10 @@ def preflight(config: Config) -> None:
     tokenizer = model.load_tokenizer()
     text_of(task, tokenizer, "train", 0)
     try_functions(config, task)
-    if environments := task_parts.make_environments(config, tokenizer):
+    if environments := shared.make_environments(config, tokenizer):
         with contextlib.closing(environments):
-            task_parts.check_environments(config, task, environments)
-    if server := task_parts.make_server(config, model, tokenizer, Path()):
+            shared.check_environments(config, task, environments)
+    if server := shared.make_server(config, model, tokenizer, Path()):
         server.check(loads=False)
     if config.placement != "hosts":  # the devices of other hosts are not known here
         start_cluster(config)

@@ -33,12 +33,12 @@ from tba_jax.remote.owner import Owner, OwnerSettings
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.report.progress import ProgressDisplay
 from tba_jax.rewards.kinds import try_functions
-from tba_jax.run import model_parts, task_parts
+from tba_jax.run import model_parts
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.errors import CheckpointError
 from tba_jax.run.object_store import storage_of, upload
 from tba_jax.run.records import Logs
-from tba_jax.run.shared import RunClock, Shared, make_arrival, make_searchers
+from tba_jax.run.shared import RunClock, Shared, make_arrival, make_evaluator, make_searchers
 from tba_jax.run.workdir import run_id_of
 from tba_jax.search.prompts import PromptReader, Prompts
 from tba_jax.search.start_data import load_start_tickets
@@ -95,7 +95,7 @@ class Run:
         self.shared = shared = Shared(config, workdir, cluster, note=progress.note)
         task, tokenizer, run_id = shared.task, shared.tokenizer, run_id_of(shared.workdir)
         prompts = Prompts(PromptReader(task, tokenizer, config.task.max_prompt_tokens), config.seed)
-        shared.rewards.check()  # they are tried while `Prompts` imports Grain
+        shared.check()  # they are tried while `Prompts` imports Grain
         if cluster.is_primary and not shared.sites.searchers:  # other processes grade
             try_functions(config, task)
         self.checkpoints = Checkpoints(
@@ -112,7 +112,7 @@ class Run:
         mesh = shared.sites.trainer.mesh
         shardings = model_parts.make_step_shardings(config, shared.model.config, mesh)
         state, base = self._start_state(shardings, step, progress.phase)
-        self.evaluator = task_parts.make_evaluator(config, prompts.reader)
+        self.evaluator = make_evaluator(config, prompts.reader)
         if number := self.evaluator.num_skipped:
             progress.note(
                 f"{number} held-out prompts exceed task.max_prompt_tokens and are skipped"
@@ -258,7 +258,7 @@ class Run:
 
         After a failure, the wait for storage is short; an incomplete save stays invisible.
         """
-        self.shared.rewards.close()
+        self.shared.close()
         if has_failed:
             with contextlib.suppress(CheckpointError):
                 self.checkpoints.wait(timeout_s=30.0)

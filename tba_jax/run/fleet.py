@@ -117,7 +117,7 @@ class SearcherProcess:
         name = f"{socket.gethostname()}/{os.getpid()}"
         # The driver decides how long searchers wait for a trainer.
         client = Client(channel, name, timeout_s=math.inf)
-        with contextlib.closing(shared.rewards):
+        with contextlib.closing(shared):
             while True:
                 search(shared.identity, parts, weights, client)
                 time.sleep(_ENDED_S)

@@ -69,7 +69,7 @@ def train(run: Run, interrupted: Callable[[], bool]) -> None:
         loop.stop.set()
         if run.server is not None:  # the run may continue in another process
             run.server.handlers = {}
-        run.shared.rewards.close()  # ends a `score` call that waits for a reward
+        run.shared.close()  # ends a `score` call that waits for a reward
         raise
     finally:
         # Join the workers: a thread in native code may crash when the interpreter ends.
@@ -343,7 +343,7 @@ class Loop:
             return {}
         extra: dict[str, Any] = {"search/skipped_prompts": owner.num_skipped}
         extra |= owner.metrics() if owner.remote_searchers else {}
-        if (server := run.shared.rewards.server) is not None:
+        if (server := run.shared.server) is not None:
             extra |= {f"search/{name}": n for name, n in server.failures.take().items()}
         if self._is_sync:
             return extra

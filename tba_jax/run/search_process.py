@@ -93,6 +93,6 @@ def search_apart(
                 time.sleep(_LOOK_S)
         return
     shared, parts, weights = open_searchers(config, workdir, searchers, cluster)
-    with contextlib.closing(shared.rewards) as rewards:
-        rewards.check()
+    with contextlib.closing(shared):
+        shared.check()
         search(shared.identity, parts, weights, client, wants_stop)

@@ -3,6 +3,8 @@
 
 `Shared` has what trainers and searchers use; `make_searchers` builds searchers without a
 trainer. This module reads the weights of reward models and of the base of adapters, and no others.
+Invariant: a reward, judge or environment that cannot be used is refused before the first decode
+step (tests/run/test_rewarding.py).
 """
 
 import dataclasses
@@ -10,7 +12,7 @@ import functools
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,26 +20,36 @@ from jax.sharding import Mesh
 
 from tba_jax.config.resolved import asked, writes_versions
 from tba_jax.config.schema import Config
+from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.keys import fold_in
+from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.decoding.shardings import weight_shardings
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.placement import MESH_AXES, Division, MeshShape, PlacementError, divide
 from tba_jax.devices.sharding import hand_over, placed_shapes
 from tba_jax.devices.site import Site, Sites, device_lock_for
-from tba_jax.environments.episodes import EnvironmentPool
-from tba_jax.evaluation.metrics import make_measures
+from tba_jax.environments.episodes import DEFAULT_WORKERS, EnvironmentPool
+from tba_jax.evaluation.attacks import make_attack_metrics
+from tba_jax.evaluation.evaluator import Evaluator, Measure, MetricFunction, ShardEvaluator
+from tba_jax.evaluation.metrics import make_measures, reference_distance, win_rate
 from tba_jax.flow.state import PartState
 from tba_jax.models import lora
+from tba_jax.models import model as models
 from tba_jax.models.shardings import on_mesh
-from tba_jax.rewards.kinds import make_rewards
-from tba_jax.rewards.scores import RewardSource
-from tba_jax.run import model_parts, task_parts
+from tba_jax.models.tokenizer import Tokenizer
+from tba_jax.rewards.kinds import make_rewards, workers_by_cores
+from tba_jax.rewards.scores import Grader, RewardSource
+from tba_jax.run import model_parts
 from tba_jax.run.object_store import storage_of
 from tba_jax.run.workdir import code_version, run_id_of
-from tba_jax.search.sampler import SEARCHER_ROLE, Sampler
+from tba_jax.search.prompts import PromptReader
+from tba_jax.search.sampler import SEARCHER_ROLE, Sampler, sampling_settings
 from tba_jax.search.searcher import SearchParts
 from tba_jax.search.start_data import GivenScorer
+from tba_jax.serving.chat import make_chat_format
+from tba_jax.serving.protocol import Served
 from tba_jax.serving.vllm import InferenceServer
+from tba_jax.tasks.task import Task
 from tba_jax.train.state import trained_shapes
 from tba_jax.weights.folder import StoredWeights, WeightFolder
 from tba_jax.weights.memory import OnDevices
@@ -60,24 +72,6 @@ class RunClock:
         self._start -= state.meta
 
 
-class Rewards(NamedTuple):
-    """Processes and models that grade responses; all None in a process without searchers."""
-
-    source: RewardSource | None = None  # for training and evaluation; else environments reward
-    gold: RewardSource | None = None  # judge of the win rate (eval.gold)
-    environments: EnvironmentPool | None = None  # answer the policy's turns
-    server: InferenceServer | None = None  # samples responses; else searchers decode
-
-    def check(self) -> None:
-        """Raise RuntimeError if a source, environment or server cannot be used."""
-        for each in filter(None, self):
-            each.check()
-
-    def close(self) -> None:
-        for each in filter(None, self):
-            each.close()
-
-
 class Shared:
     """Parts that trainer and searchers of a process share, on the devices of the run.
 
@@ -88,6 +82,10 @@ class Shared:
     Attributes:
         model: the start model.
         policy: its architecture, with adapters.
+        rewards: for training and evaluation; None: environments reward, or others search.
+        gold: judge of the win rate (eval.gold), or None.
+        environments: answer the policy's turns, or None.
+        server: samples responses; None: searchers decode.
 
     Raises:
         ConfigError, PlacementError: the devices do not fit the placement.
@@ -108,7 +106,7 @@ class Shared:
             # In a job of one process these are the local devices.
             found = divide(config.placement, jax.devices(), asked(config), cluster.number)
             sites = open_sites(config, found)
-        self.sites, self.rewards = sites, Rewards()
+        self.sites = sites
         self.task = task = config.task.open()
         # Read the data before the model, which may take minutes: unreadable data ends the run.
         sets = f" of {', '.join(task.data_sets)}" if task.data_sets else ""
@@ -117,13 +115,23 @@ class Shared:
         self.model = model_parts.describe_model(config)
         self.policy = model_parts.policy_config(config, self.model.config)
         self.tokenizer = self.model.load_tokenizer()
+        self.rewards = self.gold = self.environments = self.server = None
         if sites.searchers:
-            logs = self.workdir / "logs"
-            self.rewards = Rewards(
-                *make_rewards(config, task, self.tokenizer, sites.searchers[0], logs),
-                task_parts.make_environments(config, self.tokenizer, logs),
-                task_parts.make_server(config, self.model, self.tokenizer, self.workdir),
-            )
+            tokenizer, logs = self.tokenizer, self.workdir / "logs"
+            rewards = make_rewards(config, task, tokenizer, sites.searchers[0], logs)
+            self.rewards, self.gold = rewards
+            self.environments = make_environments(config, tokenizer, logs)
+            self.server = make_server(config, self.model, tokenizer, self.workdir)
+
+    def check(self) -> None:
+        """Raise RuntimeError if rewards, environments or server cannot be used."""
+        for each in filter(None, (self.rewards, self.gold, self.environments, self.server)):
+            each.check()
+
+    def close(self) -> None:
+        """End the processes of rewards and environments."""
+        for each in filter(None, (self.rewards, self.gold, self.environments, self.server)):
+            each.close()
 
     @property
     def identity(self) -> str:
@@ -212,26 +220,9 @@ def make_arrival(shared: Shared, base: Any) -> tuple[list[Any], list[Callable[[A
     return adapters, [merges[site] for site in sites.searchers]
 
 
-def make_stored_weights(shared: Shared) -> StoredWeights:
-    """Make the weights of a process that only searches, which it reads from storage."""
-    config, policy, sites = shared.config, shared.policy, shared.sites
-    mesh, base = sites.publication.mesh, None
-    if policy.adapters is not None:
-        base = shared.model.load_on(mesh, jnp.dtype(config.model.param_dtype))
-    shardings, merges = make_arrival(shared, base)
-    shapes = trained_shapes(policy, jnp.dtype(config.model.param_dtype))
-    program = model_parts.make_publication_program(config, shared.model.config, mesh)
-    return StoredWeights(
-        storage_of(shared.workdir),
-        placed_shapes(jax.eval_shape(program, shapes), shardings[0]),
-        shardings,
-        merges,
-    )
-
-
 def make_searchers(shared: Shared, weights: OnDevices | WeightFolder) -> tuple[SearchParts, ...]:
     """Build the parts of each searcher of this process."""
-    config, sites, rewards = shared.config, shared.sites.searchers, shared.rewards
+    config, sites, environments = shared.config, shared.sites.searchers, shared.environments
     model, tokenizer = shared.model.config, shared.tokenizer
     if not sites:
         return ()
@@ -241,9 +232,7 @@ def make_searchers(shared: Shared, weights: OnDevices | WeightFolder) -> tuple[S
     swaps_in_flight = bool(keeps_version) or config.objective.built.needs.sampler != "policy"
     state_tokens = config.objective.built.value("vine_tokens", 0)
     key = fold_in(jax.random.key(config.seed), SEARCHER_ROLE)
-    environments = rewards.environments
-    task_parts.check_environments(config, shared.task, environments)
-
+    check_environments(config, shared.task, environments)
     # Searchers on the same devices share a decoder, and so do all searchers on single devices.
     decoders = {
         site: model_parts.make_decoder(config, model, tokenizer, site)
@@ -255,16 +244,16 @@ def make_searchers(shared: Shared, weights: OnDevices | WeightFolder) -> tuple[S
     for site in given if config.task.start_path else ():
         given[site] = GivenScorer(model, scoring, padding, config.search.samples_per_prompt, site)
     reference = shared.start_params if config.eval.gold else None
-    measures = make_measures(model, tokenizer, sites, rewards.gold, reference, scoring, padding)
-    sources = {site: rewards.source and rewards.source.on(site) for site in given}
+    measures = make_measures(model, tokenizer, sites, shared.gold, reference, scoring, padding)
+    rewards = {site: shared.rewards and shared.rewards.on(site) for site in given}
     parts = []
     for i, site in enumerate(sites):
         decoder = decoders[site.program_site]
-        engine, latest = rewards.server or decoder, functools.partial(weights.latest, i)
-        if rewards.server is not None:
+        engine, latest = shared.server or decoder, functools.partial(weights.latest, i)
+        if shared.server is not None:
             # The server receives what is trained. Adapters are merged for evaluations only.
             latest = functools.partial(weights.adapters, i)
-        grader = task_parts.make_grader(config, shared.task, tokenizer, sources[site])
+        grader = make_grader(config, shared.task, tokenizer, rewards[site])
         parts.append(
             SearchParts(
                 index=shared.sites.first_searcher + i,
@@ -274,7 +263,7 @@ def make_searchers(shared: Shared, weights: OnDevices | WeightFolder) -> tuple[S
                 ),
                 sampler=Sampler(engine, config.search, key, environments, state_tokens),
                 grader=grader,
-                evaluator=task_parts.make_shard_evaluator(
+                evaluator=make_shard_evaluator(
                     config, decoder, grader, measures[site], environments
                 ),
                 given=given[site],
@@ -314,5 +303,130 @@ def open_searchers(
     """
     sites = fleet_sites(config, searchers[0]) if cluster is None else None
     shared = Shared(config, workdir, cluster or Cluster(), sites=sites)
-    weights = make_stored_weights(shared)
+    policy, mesh, base = shared.policy, shared.sites.publication.mesh, None
+    if policy.adapters is not None:
+        base = shared.model.load_on(mesh, jnp.dtype(config.model.param_dtype))
+    shardings, merges = make_arrival(shared, base)
+    program = model_parts.make_publication_program(config, shared.model.config, mesh)
+    shapes = jax.eval_shape(program, trained_shapes(policy, jnp.dtype(config.model.param_dtype)))
+    files = placed_shapes(shapes, shardings[0])
+    weights = StoredWeights(storage_of(shared.workdir), files, shardings, merges)
     return shared, make_searchers(shared, weights), weights
+
+
+def make_grader(
+    config: Config, task: Task, tokenizer: Tokenizer, rewards: RewardSource | None
+) -> Grader:
+    """Make the grader of a task, with these rewards.
+
+    Rewards that the user names are added to those of an environment, as in TRL; a task's own reward
+    is not.
+    """
+    adds = bool(config.task.reward or config.reward.model_path)
+    first_kind = task.response_kinds[0] if task.response_kinds else ""
+    decode, kind_of = tokenizer.batch_decode, task.response_kind
+    return Grader(rewards, decode, kind_of, first_kind, task.data_sets, adds)
+
+
+def make_environments(
+    config: Config, tokenizer: Tokenizer, logs: Path | None = None
+) -> EnvironmentPool | None:
+    """Return the processes of the configured environment; None without one."""
+    if not config.task.environment:
+        return None
+    search, task = config.search, config.task
+    chat = make_chat_format(tokenizer, task.renderer, task.chat_options)
+    ids = model_parts.end_ids(config, tokenizer)
+    limit, sampling = 1 + search.max_new_tokens, sampling_settings(search)
+    return EnvironmentPool(
+        task.environment,
+        Served("policy", tokenizer, chat, ids, limit, sampling),
+        max_turns=search.max_turns,
+        timeout_s=config.reward.timeout_s,
+        num_workers=config.reward.num_workers or max(DEFAULT_WORKERS, workers_by_cores()),
+        logs=logs,
+    )
+
+
+def check_environments(config: Config, task: Task, environments: EnvironmentPool | None) -> None:
+    """Refuse an environment that cannot be used with this task; None is accepted.
+
+    Raises:
+        ValueError: the environment, or the chat format with it, cannot be used.
+    """
+    if environments is None:
+        return
+    environments.check()
+    named = f"task.environment = {environments.name!r}"
+    has_other = config.task.reward or task.reward or config.reward.model_path
+    if not (environments.has_reward or has_other):
+        raise ValueError(
+            f"{named} has no get_reward(), and no other reward is set. Add the method, or set "
+            "--config.task.reward=my_rewards.py:score"
+        )
+    is_chat = not environments.is_agent and isinstance(task.problem("eval", 0)[0], list)
+    if environments.has_tools and not (is_chat and config.task.renderer):
+        raise ValueError(
+            f"{named} has tools, which need chat prompts and the tool format of the model. Set "
+            "--config.task.chat=True, and --config.task.renderer=qwen3 or another format of the "
+            "library renderers"
+        )
+    served = environments.served
+    if missing := tuple(sorted(set(served.chat.stop_ids) - set(served.eos_ids))):
+        raise ValueError(
+            f"task.renderer = {config.task.renderer!r}: a message also ends with the tokens "
+            f"{list(missing)}. Set --config.search.stop_ids={missing}"
+        )
+    if environments.first_token_only and config.objective.built.needs.head == "log_z":
+        raise ValueError(
+            "objective.log_z = learned reads the prompt, which is one token for agents, tools and "
+            "openenv:URL: log Z would be equal for all prompts. Set "
+            "--config.objective.log_z=vargrad"
+        )
+
+
+def make_server(
+    config: Config, model: models.Description, tokenizer: Tokenizer, workdir: Path
+) -> InferenceServer | None:
+    """Return the server that samples responses, if the config names one; it reads `workdir`."""
+    if not (address := config.search.server):
+        return None
+    return InferenceServer(
+        address,
+        model,
+        model_parts.policy_config(config, model.config),
+        config.model.compute_dtype,
+        workdir.absolute() / "adapters",
+        longest=config.task.max_prompt_tokens + config.search.max_new_tokens,
+        eos_ids=model_parts.end_ids(config, tokenizer),
+        stop_strings=model_parts.stop_strings(config, tokenizer),
+        timeout_s=config.log.watchdog_s / 4,
+    )
+
+
+def make_shard_evaluator(
+    config: Config,
+    decoder: Decoder,
+    grader: Grader,
+    measures: tuple[Measure, ...],
+    environments: EnvironmentPool | None,
+) -> ShardEvaluator:
+    """Make the evaluator of shards on one set of devices."""
+    search, n = config.search, config.eval.num_samples
+    sampling = SamplingSettings(
+        search.max_new_tokens, config.eval.temperature, min_new_tokens=search.min_new_tokens
+    )
+    num_slots = min(max(1, search.slots // n) * n, search.slots)
+    return ShardEvaluator(decoder, grader, sampling, n, num_slots, measures, environments)
+
+
+def make_evaluator(config: Config, reader: PromptReader) -> Evaluator:
+    """Make the evaluator of a config; a shard has as many prompts as fill a searcher's slots."""
+    task = reader.task
+    prompts, num_skipped = reader.held_out(config.task.num_eval_prompts)
+    per_shard = max(1, config.search.slots // config.eval.num_samples)
+    metrics: list[MetricFunction] = []
+    metrics += [make_attack_metrics(config.eval)] if task.metric == "success_rate" else []
+    metrics += [win_rate, reference_distance] if config.eval.gold else []
+    shard_size = min(per_shard, len(prompts))
+    return Evaluator(prompts, num_skipped, shard_size, task.metric, tuple(metrics))

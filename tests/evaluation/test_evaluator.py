@@ -15,7 +15,7 @@ from tba_jax.config.schema import make_config
 from tba_jax.evaluation.evaluator import pass_at_k
 from tba_jax.flow.tickets import EvaluationShard
 from tba_jax.run.model_parts import make_decoder
-from tba_jax.run.task_parts import make_evaluator, make_grader, make_shard_evaluator
+from tba_jax.run.shared import make_evaluator, make_grader, make_shard_evaluator
 from tba_jax.search.prompts import PromptReader
 from tba_jax.tasks.arithmetic import Arithmetic
 

@@ -18,7 +18,7 @@ from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards.kinds import make_rewards
 from tba_jax.rewards.scores import Completion, Score
-from tba_jax.run.task_parts import check_environments, make_grader
+from tba_jax.run.shared import check_environments, make_grader
 
 POST = "abcabcabcabcabcabcabcabc:"
 REWARD_MODEL = "embedded:tldr_toy_reward"

@@ -20,7 +20,7 @@ from tba_jax.environments.episode import Attempt, continues
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards.scores import Score
-from tba_jax.run.task_parts import make_environments
+from tba_jax.run.shared import make_environments
 from tba_jax.search.prompts import PromptReader
 from tba_jax.serving.chat import Chat, ChatFormat
 from tba_jax.serving.protocol import ApiError
