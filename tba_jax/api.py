@@ -140,7 +140,7 @@ def load_run(workdir: str | os.PathLike[str]) -> "SavedRun":
     Raises:
         ValueError: the folder has no run.
     """
-    from tba_jax.run.object_store import run_folder
+    from tba_jax.run.workdir import run_folder
 
     return SavedRun(files.load_run(run_folder(workdir, "workdir")))
 

@@ -8,7 +8,7 @@ from tba_jax.commands.entry_point import make_parser
 from tba_jax.report.comparison import render_comparison, summary
 from tba_jax.report.files import load_run
 from tba_jax.report.groups import group_runs
-from tba_jax.run.object_store import run_folder
+from tba_jax.run.workdir import run_folder
 from tba_jax.storage.whole_files import write_whole
 
 

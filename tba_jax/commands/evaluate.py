@@ -118,7 +118,7 @@ def _of_model(name: str, path: str, overrides: Sequence[str]) -> tuple[str, Conf
 def _of_run(workdir: str, overrides: Sequence[str]) -> tuple[str, Config, Any, Any, str]:
     """Return name, config, architecture, weights and folder of the policy of a run."""
     from tba_jax.commands.saved import load_policy, load_run_config
-    from tba_jax.run.object_store import run_folder
+    from tba_jax.run.workdir import run_folder
 
     folder = run_folder(workdir, "--workdir")
     config = override(load_run_config(folder), overrides)

@@ -25,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from tba_jax.commands.saved import load_policy
     from tba_jax.models.hf import adapter_files, hf_weights
     from tba_jax.report.files import load_run
-    from tba_jax.run.object_store import run_folder
+    from tba_jax.run.workdir import run_folder
 
     out = local_folder(args.out, "--out")
     if out.exists() and any(out.iterdir()):

@@ -10,8 +10,7 @@ from tba_jax.report.build import write_report
 from tba_jax.report.files import load_run
 from tba_jax.report.page import headline
 from tba_jax.run.errors import UserError
-from tba_jax.run.object_store import run_folder
-from tba_jax.run.workdir import saved_config
+from tba_jax.run.workdir import run_folder, saved_config
 
 
 def main(argv: Sequence[str] | None = None) -> int:

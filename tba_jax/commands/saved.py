@@ -17,8 +17,7 @@ from tba_jax.models import lora
 from tba_jax.run.checkpoint import open_newest
 from tba_jax.run.errors import UserError
 from tba_jax.run.model_parts import describe_model, make_step_shardings, policy_config
-from tba_jax.run.object_store import run_folder
-from tba_jax.run.workdir import saved_config
+from tba_jax.run.workdir import run_folder, saved_config
 
 
 def decoding_site() -> tuple[Site, Any]:

@@ -36,10 +36,9 @@ from tba_jax.rewards.kinds import try_functions
 from tba_jax.run import model_parts
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.errors import CheckpointError
-from tba_jax.run.object_store import storage_of, upload
 from tba_jax.run.records import Logs
 from tba_jax.run.shared import RunClock, Shared, make_arrival, make_evaluator, make_searchers
-from tba_jax.run.workdir import run_id_of
+from tba_jax.run.workdir import run_id_of, storage_of, upload
 from tba_jax.search.prompts import PromptReader, Prompts
 from tba_jax.search.start_data import load_start_tickets
 from tba_jax.storage.steps import delete_own
@@ -114,9 +113,8 @@ class Run:
         state, base = self._start_state(shardings, step, progress.phase)
         self.evaluator = make_evaluator(config, prompts.reader)
         if number := self.evaluator.num_skipped:
-            progress.note(
-                f"{number} held-out prompts exceed task.max_prompt_tokens and are skipped"
-            )
+            why = "exceed task.max_prompt_tokens and are skipped"
+            progress.note(f"{number} held-out prompts {why}")
         evaluations = EvaluationQueue(self.evaluator)
         self.weights = _make_weights(shared, base, evaluations)
         self.parts = make_searchers(shared, self.weights)
@@ -128,6 +126,9 @@ class Run:
             # A checkpoint of a later step has the results of all given responses.
             given = "" if step else config.task.start_path
             self.owner = self._make_owner(evaluations, prompts, given, progress.note)
+        # Parts with host state, in the process that saves them.
+        parts = {"buffer": self.buffer, "owner": self.owner, "clock": clock}
+        self._saved: dict[str, Any] = parts if self.owner else {}
         self.trainer = Trainer(
             state=state,
             train_step=_make_train_step(shared, shardings, base),
@@ -199,17 +200,11 @@ class Run:
             log=note,
         )
 
-    def _saveables(self) -> dict[str, Any]:
-        """Return the parts with host state by name, in the process that saves them."""
-        if self.owner is None:
-            return {}
-        return {"buffer": self.buffer, "owner": self.owner, "clock": self.clock}
-
     def save(self) -> None:
         """Start a checkpoint of the trainer's step, unless it has one; all processes call this."""
         step = self.trainer.step_index
         if step != self.last_saved_step:
-            states = {name: part.state() for name, part in self._saveables().items()}
+            states = {name: part.state() for name, part in self._saved.items()}
             # The save copies the train state before it returns; the next step donates it.
             self.checkpoints.save(step, self.trainer.state, states)
             self.last_saved_step = step
@@ -224,7 +219,7 @@ class Run:
             self.last_saved_step = step
             if self.owner is not None:
                 saved = self.checkpoints.host_state(step)
-                for name, part in self._saveables().items():
+                for name, part in self._saved.items():
                     part.restore(saved[name])
         newest = self.trainer.step_index
 
@@ -295,18 +290,17 @@ def _make_train_step(shared: Shared, shardings: StepShardings, base: Any) -> Tra
     update, score = map(shared.sites.trainer.locked, programs)
     frozen = () if base is None else (base,)
 
+    def place(array: np.ndarray, where: jax.sharding.Sharding) -> Array:
+        # Every process has all rows, and each device copies its own rows.
+        return jax.make_array_from_callback(array.shape, where, lambda index: array[index])
+
     def train_step(
         state: TrainState, batch: Batch
     ) -> tuple[TrainState, dict[str, Any], Array | None]:
-        # Every process has all rows, and each device copies its own rows.
-        placed, reference = jax.tree.map(_from_whole, batch, shardings.of_batch(batch)), None
+        placed, reference = jax.tree.map(place, batch, shardings.of_batch(batch)), None
         if batch.missing is not None:
             reference = score(state.reference_params, placed, *frozen)
             placed = placed._replace(reference=reference, missing=None)
         return *update(state, placed, *frozen), reference
 
     return train_step
-
-
-def _from_whole(array: np.ndarray, sharding: jax.sharding.Sharding) -> Array:
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])

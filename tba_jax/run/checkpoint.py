@@ -18,7 +18,7 @@ from etils import epath
 from tba_jax.devices.cluster import Cluster
 from tba_jax.flow.state import PartState, pack_arrays, unpack_arrays
 from tba_jax.run.errors import CheckpointError
-from tba_jax.run.object_store import storage_of
+from tba_jax.run.workdir import storage_of
 from tba_jax.storage import digests
 from tba_jax.storage.steps import SavedSteps
 

@@ -16,9 +16,6 @@ from tba_jax.config.command_line import versions
 from tba_jax.config.schema import Config, defaults, difference, flatten
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.platform import open_cache
-from tba_jax.devices.worker import StopFlag
-from tba_jax.remote.channel import ChannelServer
-from tba_jax.remote.client import Client
 from tba_jax.report.files import Metrics, load_run
 from tba_jax.report.jsonl import jsonable, read_jsonl, stream_jsonl
 from tba_jax.report.process import ReportProcess
@@ -39,17 +36,14 @@ def conduct(
     cluster: Cluster,
     interrupted: Callable[[], bool],
     *,
-    hold: StopFlag | None,
     start_s: float,
-    link: ChannelServer | Client | None = None,
     callbacks: Sequence[Callable[..., Any]] = (),
+    **options: Any,
 ) -> dict[str, Any]:
     """Build a run, train, evaluate the final policy; write the report and return it.
 
-    Processes other than the primary one return {}.
-
-    All trainer processes, `cluster`, call this. `hold` is the flag of the work directory's lock,
-    None if another process holds it; `link` connects to the other processes of the run.
+    All trainer processes, `cluster`, call this; only the primary one has a report, the others
+    return {}. `options` are `link` and `hold` of `Run`.
 
     Raises:
         RunError: device memory ran out before the first update; or the work directory was removed,
@@ -71,7 +65,7 @@ def conduct(
         writers: list[Any] = [ReportProcess(workdir)] if is_primary else []
         if is_primary and (tracker := config.log.tracker):
             writers.append(make_tracker(tracker, workdir, flatten(config), run_id_of(workdir)))
-        options: Any = {"writers": writers, "link": link, "hold": hold, "callbacks": named}
+        options |= {"writers": writers, "callbacks": named}
         run = Run(config, workdir, cluster, RunClock(start_s), display, **options)
         if begun := run.trainer.step_index:
             display.resume(stream_jsonl(run.shared.workdir / "metrics.jsonl"))
@@ -119,10 +113,7 @@ def write_report_json(run: Run) -> dict[str, Any]:
         "steps": run.trainer.step_index,
         "num_steps": run.config.num_steps,
         "wall_s": wall_s,
-        "tokens_per_s": {
-            "decoded": owner.decoded_tokens / wall_s,
-            "trained": tokens / wall_s,
-        },
+        "tokens_per_s": {"decoded": owner.decoded_tokens / wall_s, "trained": tokens / wall_s},
         "idle_s": {"trainer": waits_s, "searchers": owner.idle_s},
         "staleness": _statistics(logged.staleness),
         "ledger": {**run.buffer.ledger(), **owner.ledger()},
@@ -137,8 +128,7 @@ def write_report_json(run: Run) -> dict[str, Any]:
         "config_changes": difference(defaults(run.config.objective.name), flatten(run.config)),
     }
     if owner.remote_searchers:
-        metrics = owner.metrics()
-        report["fleet"] = {name.removeprefix("fleet/"): x for name, x in metrics.items()}
+        report["fleet"] = {k.removeprefix("fleet/"): x for k, x in owner.metrics().items()}
     report = jsonable(report)
     write_json(workdir / "report.json", report)
     return report

@@ -278,7 +278,6 @@ class Loop:
         run, owner, config = self.run, self._own(), self.run.config
         self._deliver()
         if self._is_due(step):
-            self._newest_eval = step
             run.logs.progress.phase("evaluating")
             self._evaluate(step)
             run.logs.progress.phase("")
@@ -385,6 +384,7 @@ class Loop:
 
     def _evaluate(self, version: int) -> None:
         """Evaluate a version while no searcher samples, and record the result."""
+        self._newest_eval = version
         self.run.weights.keep(version)
         if self.owner is not None:
             evaluations = self.owner.evaluations

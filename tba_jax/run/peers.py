@@ -58,12 +58,11 @@ def connect(
 ) -> ChannelServer | Client | None:
     """Connect the processes of a job with the owner of the buffer; every process calls this.
 
+    Return the server in the owner's process, else a client; None if there is only one process.
+
     Args:
         trainers: numbers of the trainer processes; the first owns the buffer.
         owner: in the owner's process, a server that already listens; None: make one.
-
-    Returns:
-        None if there is only one process.
     """
     if cluster.num_processes > 1 and owner is None and cluster.number == trainers[0]:
         towards = cluster.coordinator.rpartition(":")[0]

@@ -87,7 +87,6 @@ class Logs:
                 "staleness": step - 1 - y.version_min if y.version_min >= 0 else None,
                 "searcher": y.searcher,
                 "finish": y.finish_reason,
-                "is_fresh": shown.draw.is_fresh,
                 "length": n,
                 "tokens": tokens,
                 "behavior": _hundredths((policy - y.behavior_token_logprobs)[kept]),
@@ -96,8 +95,6 @@ class Logs:
             }
             if y.is_sampled is not None:
                 record["is_sampled"] = y.is_sampled[kept].astype(int).tolist()
-            if y.path_lengths:
-                record["path_lengths"] = list(y.path_lengths)
             records.append((shown.draw.prompt, record))
         self._write(step, "train", records)
 

@@ -22,9 +22,8 @@ from tba_jax.devices.worker import StopFlag
 from tba_jax.remote.channel import ChannelServer
 from tba_jax.remote.client import Client
 from tba_jax.run.errors import UserError
-from tba_jax.run.object_store import opened
 from tba_jax.run.peers import connect, start_cluster
-from tba_jax.run.workdir import begin_run, code_version, finished_report, hold, holds_run
+from tba_jax.run.workdir import begin_run, code_version, finished_report, hold, holds_run, opened
 from tba_jax.storage.whole_files import is_address
 
 

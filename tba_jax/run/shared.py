@@ -40,8 +40,7 @@ from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.rewards.kinds import make_rewards, workers_by_cores
 from tba_jax.rewards.scores import Grader, RewardSource
 from tba_jax.run import model_parts
-from tba_jax.run.object_store import storage_of
-from tba_jax.run.workdir import code_version, run_id_of
+from tba_jax.run.workdir import code_version, run_id_of, storage_of
 from tba_jax.search.prompts import PromptReader
 from tba_jax.search.sampler import SEARCHER_ROLE, Sampler, sampling_settings
 from tba_jax.search.searcher import SearchParts
@@ -59,8 +58,8 @@ from tba_jax.weights.publication import Published
 class RunClock:
     """Running time of a run in seconds, summed over all processes that resumed it."""
 
-    def __init__(self, start: float | None = None) -> None:
-        self._start = time.perf_counter() if start is None else start
+    def __init__(self, start: float) -> None:
+        self._start = start
 
     def __call__(self) -> float:
         return time.perf_counter() - self._start
@@ -233,6 +232,8 @@ def make_searchers(shared: Shared, weights: OnDevices | WeightFolder) -> tuple[S
     state_tokens = config.objective.built.value("vine_tokens", 0)
     key = fold_in(jax.random.key(config.seed), SEARCHER_ROLE)
     check_environments(config, shared.task, environments)
+    # A server receives what is trained. Adapters are merged for evaluations only.
+    latest = weights.latest if shared.server is None else weights.adapters
     # Searchers on the same devices share a decoder, and so do all searchers on single devices.
     decoders = {
         site: model_parts.make_decoder(config, model, tokenizer, site)
@@ -249,19 +250,14 @@ def make_searchers(shared: Shared, weights: OnDevices | WeightFolder) -> tuple[S
     parts = []
     for i, site in enumerate(sites):
         decoder = decoders[site.program_site]
-        engine, latest = shared.server or decoder, functools.partial(weights.latest, i)
-        if shared.server is not None:
-            # The server receives what is trained. Adapters are merged for evaluations only.
-            latest = functools.partial(weights.adapters, i)
+        start = functools.partial(shared.start_params, site)
         grader = make_grader(config, shared.task, tokenizer, rewards[site])
         parts.append(
             SearchParts(
                 index=shared.sites.first_searcher + i,
-                weights=latest,
-                evaluated=evaluated_weights(
-                    weights.at, i, functools.partial(shared.start_params, site)
-                ),
-                sampler=Sampler(engine, config.search, key, environments, state_tokens),
+                weights=functools.partial(latest, i),
+                evaluated=evaluated_weights(weights.at, i, start),
+                sampler=Sampler(shared.server or decoder, config.search, key, environments, state_tokens),
                 grader=grader,
                 evaluator=make_shard_evaluator(
                     config, decoder, grader, measures[site], environments
@@ -424,9 +420,8 @@ def make_evaluator(config: Config, reader: PromptReader) -> Evaluator:
     """Make the evaluator of a config; a shard has as many prompts as fill a searcher's slots."""
     task = reader.task
     prompts, num_skipped = reader.held_out(config.task.num_eval_prompts)
-    per_shard = max(1, config.search.slots // config.eval.num_samples)
     metrics: list[MetricFunction] = []
     metrics += [make_attack_metrics(config.eval)] if task.metric == "success_rate" else []
     metrics += [win_rate, reference_distance] if config.eval.gold else []
-    shard_size = min(per_shard, len(prompts))
+    shard_size = min(len(prompts), max(1, config.search.slots // config.eval.num_samples))
     return Evaluator(prompts, num_skipped, shard_size, task.metric, tuple(metrics))

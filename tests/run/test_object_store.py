@@ -16,12 +16,11 @@ import numpy as np
 import pytest
 
 from tba_jax.config.schema import make_config
-from tba_jax.run import object_store
+from tba_jax.run import workdir as workdirs
 from tba_jax.run.checkpoint import Checkpoints, load_host_state
 from tba_jax.run.errors import CheckpointError, UserError
-from tba_jax.run.object_store import opened, run_folder, storage_of
 from tba_jax.run.run import claim, train
-from tba_jax.run.workdir import run_id_of
+from tba_jax.run.workdir import opened, run_folder, run_id_of, storage_of
 from tba_jax.weights.folder import StoredWeights, WeightFolder
 
 ADDRESS = "gs://bucket/runs/a"
@@ -115,7 +114,7 @@ def opened_run():
         checkpoints = Checkpoints(
             storage_of(folder),
             run_id="f00d",
-            before_commit=lambda: object_store.upload(folder),
+            before_commit=lambda: workdirs.upload(folder),
         )
         yield folder, checkpoints
         checkpoints.close()
@@ -188,7 +187,7 @@ def test_a_store_that_refuses_the_log_fails_the_save(monkeypatch):
     with pytest.raises(CheckpointError, match="checkpoints/2 failed: OSError: full"):
         with opened_run() as (folder, checkpoints):
             save(checkpoints, folder, 1)
-            monkeypatch.setattr(object_store, "upload", refuse)
+            monkeypatch.setattr(workdirs, "upload", refuse)
             save(checkpoints, folder, 2)
 
 
