@@ -20,7 +20,6 @@ import functools
 import importlib
 import itertools
 import json
-import math
 import os
 import pickle
 import resource
@@ -198,20 +197,17 @@ class _Worker(asyncio.Protocol):
 
 
 class Job:
-    """One call of a reward, or one episode, in a worker; only the pools' loop uses it."""
+    """One call of a reward, or one episode, in a worker; only the pools' loop uses it.
+
+    Attributes:
+        since_s: start of the deadline of the message without an answer; inf while the job owes an
+            answer, but waits for the parent.
+    """
 
     def __init__(self, pool: "WorkerPool") -> None:
         self._pool, self._number = pool, next(pool.numbers)
         self._worker: _Worker | None = None
-        self._since_s = 0.0  # start of the deadline
-
-    def suspend_deadline(self) -> None:
-        """Suspend the deadline: the job owes an answer, but waits for the parent."""
-        self._since_s = math.inf
-
-    def restart_deadline(self) -> None:
-        """Restart the deadline of the message without an answer."""
-        self._since_s = time.monotonic()
+        self.since_s = 0.0
 
     async def ask(self, message: Any, timeout_s: float, doing: str) -> Any:
         """Send a message, which can be pickled, and return its answer, or raise WorkerFailed.
@@ -223,15 +219,15 @@ class Job:
             await asyncio.wait([worker.started])
         answer = worker.answers[self._number] = asyncio.Future()
         worker.send(self._number, message)
-        self.restart_deadline()
+        self.since_s = time.monotonic()
         while not answer.done() or answer.cancelled():
             if worker.failure:
                 name, text, cause = worker.failure
                 if name in ("timeout", "crash") and self._number != cause:
                     name, text = "lost", f"another job ended the {self._pool.kind} worker: {text}"
                 raise WorkerFailed(name, text)
-            last_s = self._since_s + (MOST_DEADLINES - 1) * timeout_s
-            left_s = max(self._since_s, min(worker.free_s, last_s)) + timeout_s - time.monotonic()
+            last_s = self.since_s + (MOST_DEADLINES - 1) * timeout_s
+            left_s = max(self.since_s, min(worker.free_s, last_s)) + timeout_s - time.monotonic()
             if left_s <= 0:
                 worker.end("timeout", f"{doing} took longer than {timeout_s:g} s", self._number)
             else:  # a suspended deadline may restart meanwhile

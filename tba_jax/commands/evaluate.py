@@ -37,7 +37,7 @@ def evaluate(config: Config, model_config: Any, params: Any, folder: str) -> dic
     from tba_jax.devices.site import Site, reading_mesh
     from tba_jax.evaluation.metrics import make_measures
     from tba_jax.models.tokenizer import Tokenizer
-    from tba_jax.rewards.kinds import make_rewards
+    from tba_jax.rewards.functions import make_rewards
     from tba_jax.run import model_parts
     from tba_jax.run import shared as parts
     from tba_jax.search.prompts import PromptReader

@@ -112,7 +112,7 @@ def _dry_run(config: Config) -> int:
 def preflight(config: Config) -> None:
     """Check config, data, model, rewards and devices; raise the first problem. Reads no weights."""
     from tba_jax.models.hf import hf_weights
-    from tba_jax.rewards.kinds import try_functions
+    from tba_jax.rewards.functions import try_functions
     from tba_jax.run import model_parts, shared
     from tba_jax.search.prompts import text_of
 

@@ -6,7 +6,7 @@ from functools import partial
 
 from tba_jax.config.schema import SETTINGS, Config, get_field
 from tba_jax.replay.config import PROMPT_OVERHEAD_BYTES, RESPONSE_OVERHEAD_BYTES
-from tba_jax.rewards.kinds import VICTIM, check_reward
+from tba_jax.rewards.functions import VICTIM, check_reward
 from tba_jax.settings import check_all, need
 from tba_jax.tasks.registry import task_class
 

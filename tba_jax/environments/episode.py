@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import dataclasses
 import json
+import math
 import secrets
 import time
 from collections.abc import Callable, Mapping
@@ -318,7 +319,7 @@ class Agent(Environment):
                     self._failed.set_result(Failure(_TEMPLATE, str(error)))
                 raise
             self._open = asyncio.current_task()
-            self.job.suspend_deadline()
+            self.job.since_s = math.inf  # it waits for this answer
             try:
                 path, y = await self.turn(call.chat, call.prompt, call)
                 if y is None:
@@ -341,7 +342,7 @@ class Agent(Environment):
                 raise
             finally:
                 self._open = None
-                self.job.restart_deadline()
+                self.job.since_s = time.monotonic()
 
 
 def continues(messages: Messages, history: Messages) -> bool:

@@ -18,7 +18,7 @@ from tba_jax.models import encoder
 from tba_jax.models.hf import families, folders
 from tba_jax.models.transformer import abstract_params
 from tba_jax.planning.estimates import shard_bytes
-from tba_jax.rewards.kinds import reward_models
+from tba_jax.rewards.functions import reward_models
 from tba_jax.tasks.registry import task_class
 
 _EMBEDDER = "sentence embedder"  # on the trainer's first device

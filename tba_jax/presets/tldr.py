@@ -74,7 +74,7 @@ PRESETS = {
         "checkpoint.period": 0,
         "eval.period": 20,
         "eval.temperature": 1.0,
-        "eval.gold": "tba_jax.rewards.numeric:digest_reward",
+        "eval.gold": "tba_jax.rewards.graders:digest_reward",
     },
     "pythia410m": _pythia("410m"),
     "pythia1b": _pythia("1b"),

@@ -5,8 +5,8 @@ A user's file makes a judge, and the run names it: `--config.task.reward=my_rewa
 
     judge = Judge("http://127.0.0.1:8000/v1", model="qwen", prompt="Rate: {prompt} {completion}")
 
-Each reward process has a judge with its own limits and cache. Invariant: a request that fails gives
-no reward and is counted by name.
+Each reward process has a judge with its own limits. Invariant: a request that fails gives no reward
+and is counted by name.
 """
 
 import asyncio
@@ -16,7 +16,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from tba_jax.rewards.numeric import Content, last_number, optional, text_of
+from tba_jax.rewards.graders import Content, last_number, optional, text_of
 from tba_jax.rewards.scores import Score
 
 openai = optional("openai", "a judge", "judge")
@@ -68,7 +68,6 @@ class Judge:
         options["api_key"] = os.environ.get("OPENAI_API_KEY", "none")
         self._client = openai.AsyncOpenAI(base_url=self.url, **options)
         self._free = asyncio.Semaphore(self.concurrency)
-        self._cache: dict[str, Score] = {}
 
     async def __call__(
         self, prompts: Sequence[Content], completions: Sequence[Content], **columns: Sequence[Any]
@@ -84,15 +83,13 @@ class Judge:
         return await asyncio.gather(*(self._rate(asked(i)) for i in range(len(completions))))
 
     async def _rate(self, text: str) -> Score:
-        if text in self._cache:
-            return self._cache[text]
         fixed: Any = {"model": self.model, "temperature": 0, **self.sampling}
         fixed["messages"], answer = [{"role": "user", "content": text}], None
         try:
             async with self._free:
                 answer = await self._client.chat.completions.create(**fixed)
             reward: Any = self.parse(answer.choices[0].message.content or "")
-            return self._cache.setdefault(text, Score(float(reward)))
+            return Score(float(reward))
         except openai.OpenAIError as error:
             name = next(name for kind, name in _FAILURES.items() if isinstance(error, kind))
             return Score(None, name, f"{error!s:.{_MOST_TEXT}} ({error.__cause__})")

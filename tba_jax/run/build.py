@@ -32,7 +32,7 @@ from tba_jax.remote.evaluation_queue import EvaluationQueue
 from tba_jax.remote.owner import Owner, OwnerSettings
 from tba_jax.replay.buffer import ReplayBuffer
 from tba_jax.report.progress import ProgressDisplay
-from tba_jax.rewards.kinds import try_functions
+from tba_jax.rewards.functions import try_functions
 from tba_jax.run import model_parts
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.run.errors import CheckpointError

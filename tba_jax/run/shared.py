@@ -37,7 +37,7 @@ from tba_jax.models import lora
 from tba_jax.models import model as models
 from tba_jax.models.shardings import on_mesh
 from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.rewards.kinds import make_rewards, workers_by_cores
+from tba_jax.rewards.functions import make_rewards, workers_by_cores
 from tba_jax.rewards.scores import Grader, RewardSource
 from tba_jax.run import model_parts
 from tba_jax.run.workdir import code_version, run_id_of, storage_of

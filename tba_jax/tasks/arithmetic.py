@@ -78,7 +78,7 @@ class Arithmetic(Task):
 
     name = "arithmetic"
     response_kinds = ("worked", "hasty")
-    reward = "tba_jax.rewards.numeric:arithmetic_reward"
+    reward = "tba_jax.rewards.graders:arithmetic_reward"
     metric = "pass_at_1"
     makes_problems = True
     sizes = {"train": TRAIN_SIZE, "eval": 1024}

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from tba_jax.rewards.kinds import VICTIM
+from tba_jax.rewards.functions import VICTIM
 from tba_jax.settings import ConfigError, Section, check_all, field, need
 from tba_jax.tasks.custom import Custom
 from tba_jax.tasks.registry import NAMES, TASKS, task_class

@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from tba_jax.rewards.numeric import gsm8k_gold, last_boxed, last_number
+from tba_jax.rewards.graders import gsm8k_gold, last_boxed, last_number
 from tba_jax.tasks import rows
 from tba_jax.tasks.custom import Custom
 
@@ -52,7 +52,7 @@ class GSM8K(RowTask):
     """
 
     name = "gsm8k"
-    reward = "tba_jax.rewards.numeric:gsm8k_reward"
+    reward = "tba_jax.rewards.graders:gsm8k_reward"
     metric = "pass_at_1"
     # marked: ends in "#### number", as the training solutions do; unmarked: has another number
     response_kinds = ("marked", "unmarked", "no_number")
@@ -94,7 +94,7 @@ class HendrycksMath(RowTask):
     """
 
     name = "math"
-    reward = "tba_jax.rewards.math_answers:math_reward"
+    reward = "tba_jax.rewards.graders:math_reward"
     metric = "pass_at_1"
     response_kinds = ("boxed", "unboxed")
 

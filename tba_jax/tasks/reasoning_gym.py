@@ -8,7 +8,7 @@ and index determine a problem; a data set is refused if its seed does not determ
 import functools
 from typing import Any
 
-from tba_jax.rewards.numeric import optional
+from tba_jax.rewards.graders import optional
 from tba_jax.tasks.task import Problem, Split, Task, chat
 
 # The package seeds problem i with seed + i, so the seeds of the splits must be far apart.
@@ -29,7 +29,7 @@ class ReasoningGym(Task):
         ValueError: the package or the data set is missing, or the data set cannot be used.
     """
 
-    reward = "tba_jax.rewards.reasoning_gym:answer_reward"
+    reward = "tba_jax.rewards.graders:answer_reward"
     response_kinds = ("answered", "unanswered")
     has_chat = makes_problems = True
     sizes = {"train": 10_000, "eval": 1_000}

@@ -20,7 +20,7 @@ class Task:
 
     Attributes:
         name: name in the registry.
-        reward: default reward: "package.module:function", or a name of `rewards.kinds`;
+        reward: default reward: "package.module:function", or a name of `rewards.functions`;
             empty if the config must name one.
         metric: headline metric of the run's evaluation: "pass_at_1", "win_rate", "success_rate",
             "reward_mean", ... Evaluation must report it.

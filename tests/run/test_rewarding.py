@@ -16,13 +16,13 @@ from tba_jax.config.schema import make_config, replace
 from tba_jax.devices.site import Site
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.rewards.kinds import make_rewards
+from tba_jax.rewards.functions import make_rewards
 from tba_jax.rewards.scores import Completion, Score
 from tba_jax.run.shared import check_environments, make_grader
 
 POST = "abcabcabcabcabcabcabcabc:"
 REWARD_MODEL = "embedded:tldr_toy_reward"
-GOLD = "tba_jax.rewards.numeric:digest_reward"
+GOLD = "tba_jax.rewards.graders:digest_reward"
 SITES = [Site(Mesh([device], ("model",))) for device in jax.devices()]
 
 
@@ -58,7 +58,7 @@ def score(source, tokenizer, completion, has_eos=True):
 def test_the_config_names_the_reward_function_and_the_task_has_one_otherwise(tokenizer):
     config, task = of_task("arithmetic")
     for path, columns, wanted in (
-        ("tba_jax.rewards.numeric:digest_reward", {}, 1 - 3 * 0.06),
+        ("tba_jax.rewards.graders:digest_reward", {}, 1 - 3 * 0.06),
         ("", {"answer": 7}, 0.0),  # "abc" is no number
     ):
         given = replace(config, {"task.reward": path})

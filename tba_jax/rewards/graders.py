@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-r"""Rewards of tasks: the last or marked number of a response, and digests of toy posts.
+r"""Rewards of tasks: numbers, boxed answers, answers of reasoning-gym, and digests of toy posts.
 
-Reward processes import this module, so it imports only the standard library. Invariant: responses
-and gold answers are parsed by the same rule.
+Reward processes import this module, so it imports only the standard library; a library of a reward
+is imported at its first call. Invariants: responses and gold answers are parsed by the same rule. A
+response without a boxed answer is wrong. A response is scored for the question that the model
+received.
 """
 
+import functools
 import importlib
 import inspect
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
@@ -151,6 +155,77 @@ def gsm8k_reward(response: str, answer: str) -> float:
             f"gold solution {answer!r} has no number. End it like GSM8K solutions: '#### 42'"
         )
     return gsm8k_answer(response) == right
+
+
+@each
+def math_reward(response: str, answer: str) -> float:
+    r"""Return 1.0 if the boxed answer equals the gold answer mathematically, else 0.0.
+
+    The own time limits of math-verify are off: they would silently grade a slow comparison as
+    wrong, which is a failure at the deadline of reward processes.
+
+    Args:
+        answer: gold solution with the answer in \boxed{...}, or the bare answer.
+
+    Raises:
+        ValueError: math-verify cannot parse the gold answer.
+    """
+    boxed, given = last_boxed(answer), last_boxed(response)
+    gold = answer if boxed is None else boxed
+    right = _parse(gold)
+    if not right:
+        raise ValueError(f"math-verify cannot parse the gold answer {gold!r:.200}. Correct it")
+    if given is None:
+        return False
+    bases = {base[1] for text in (gold, given) if (base := _BASE.search(text.strip()))}
+    is_equal = _math().verify(right, _parse(given), timeout_seconds=0, raise_on_error=True)
+    return len(bases) < 2 and bool(is_equal)
+
+
+# Base of answers such as 2516_8, which math-verify drops.
+_BASE = re.compile(r"[0-9]_\{?([0-9]+)\}?$")
+
+
+@functools.cache
+def _math() -> Any:
+    # The package warns in every process that its time limits are off.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    return optional("math_verify", "the reward of task math", "math")
+
+
+def _parse(text: str) -> list[Any]:
+    # math-verify cannot parse a number followed by a full stop.
+    text = text.strip().removesuffix(".")
+    return _math().parse(f"$\\boxed{{{text}}}$", parsing_timeout=0)
+
+
+@each
+def answer_reward(
+    prompt: str, response: str, dataset: str, seed: int, size: int, index: int
+) -> float:
+    """Return the data set's own score of the last <answer>, in [0, 1]; some give partial credit.
+
+    The problem is generated again, from the arguments of reasoning-gym and its index.
+
+    Raises:
+        ValueError: the installed reasoning-gym generates another question for this seed and index.
+    """
+    data = _problems(dataset, seed, size)
+    entry = data[index]
+    if entry["question"] not in prompt:
+        raise ValueError(
+            f"reasoning_gym:{dataset}, seed {seed}, index {index}: the installed package generates "
+            f"another question than the prompt: {entry['question']!r:.200}. Install the version "
+            "with which the run started"
+        )
+    answers = re.findall(r"<answer>(.*?)</answer>", response, re.DOTALL)
+    return data.score_answer(answer=answers[-1].strip() if answers else None, entry=entry)
+
+
+@functools.lru_cache(maxsize=8)
+def _problems(dataset: str, seed: int, size: int) -> Any:
+    package = optional("reasoning_gym", "the reward of reasoning_gym:DATASET", "reasoning-gym")
+    return package.create_dataset(dataset, seed=seed, size=size)
 
 
 # In a post of 24 letters, a letter that occurs once has the share 1/24, one that occurs twice 2/24.

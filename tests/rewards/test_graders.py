@@ -1,10 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Number extraction and the rewards made of it."""
+"""Numbers and boxed answers, and the rewards made of them; 275 written pairs of boxed answers."""
+
+import json
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
-from tba_jax.rewards import numeric
-from tba_jax.rewards.numeric import arithmetic_reward, gsm8k_answer, gsm8k_reward
+from tba_jax.rewards import graders
+from tba_jax.rewards.graders import arithmetic_reward, gsm8k_answer, gsm8k_reward, math_reward
 from tba_jax.tasks.published import GSM8KOfficial
 
 
@@ -42,7 +46,7 @@ from tba_jax.tasks.published import GSM8KOfficial
     ],
 )
 def test_last_number(text, number):
-    assert numeric.last_number(text) == number
+    assert graders.last_number(text) == number
 
 
 @pytest.mark.parametrize(
@@ -84,22 +88,65 @@ def test_arithmetic_reward(answer, right, wrong):
 
 def test_gsm8k_reward_needs_no_mark_and_no_exact_text():
     gold = "She sold 48+24 = <<48+24=1072>>1,072 clips.\n#### 1,072"
-    completions = ["#### 1072", "so 1,072.0 clips", "1072 of 2000", "", "#### 1071"]
+    chat = [{"role": "assistant", "content": "so 1072"}]
+    completions = ["#### 1072", "so 1,072.0 clips", "1072 of 2000", "", "#### 1071", chat]
     rewards = gsm8k_reward(
-        prompts=[""] * 5, completions=completions, answer=[gold] * 5, question=[""] * 5
+        prompts=[""] * 6, completions=completions, answer=[gold] * 6, question=[""] * 6
     )
-    assert rewards == [1.0, 1.0, 0.0, 0.0, 0.0]
+    assert rewards == [1.0, 1.0, 0.0, 0.0, 0.0, 1.0]
     with pytest.raises(ValueError, match="gold solution 'none' has no number"):
         gsm8k_reward(prompts=[""], completions=["4"], answer=["none"])
-
-
-def test_chat_messages_are_graded_as_their_text():
-    replies = [[{"role": "assistant", "content": text}] for text in ("so 4", "so 5")]
-    prompts = [[{"role": "user", "content": "2+2?"}]] * 2
-    for reward, answer in ((gsm8k_reward, "#### 4"), (arithmetic_reward, "4")):
-        assert reward(prompts=prompts, completions=replies, answer=[answer] * 2) == [1.0, 0.0]
 
 
 def test_the_prompt_is_that_of_the_papers_code():
     prompt = GSM8KOfficial.text.format(question="1+1?")
     assert prompt == "[MATH TASK] Problem:\n1+1?\n\nSolution:\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "boxed"),
+    [
+        (r"so \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\boxed{1} or rather \boxed{2}", "2"),
+        (r"\boxed{1} and then cut off: \boxed{\frac{1}{", "1"),
+        (r"\boxed{}", ""),
+        (r"\boxed{cut off", None),
+        ("1/2", None),
+    ],
+)
+def test_last_boxed(text, boxed):
+    assert graders.last_boxed(text) == boxed
+
+
+def test_gold_answer_that_cannot_be_read_is_refused():
+    pytest.importorskip("math_verify", reason="math-verify is not installed")
+    with pytest.raises(ValueError, match="math-verify cannot parse the gold answer"):
+        math_reward(prompts=[""], completions=[r"\boxed{1}"], answer=[""])
+
+
+# kind: right (as written), equivalent (otherwise written), wrong, malformed; right: the truth;
+# verdict: what the verifier says.
+PAIRS = [
+    json.loads(line)
+    for line in (Path(__file__).parents[1] / "data" / "boxed_pairs.jsonl").read_text().splitlines()
+]
+
+
+def test_written_pairs_get_their_verdicts():
+    pytest.importorskip("math_verify", reason="math-verify is not installed")
+    counts = Counter(pair["kind"] for pair in PAIRS)
+    assert counts == {"right": 30, "equivalent": 137, "wrong": 76, "malformed": 32}
+    verdicts = math_reward(
+        prompts=[""] * len(PAIRS),
+        completions=[rf"so it is $\boxed{{{pair['answer']}}}$." for pair in PAIRS],
+        answer=[rf"thus $\boxed{{{pair['gold']}}}$" for pair in PAIRS],
+    )
+    wrong_verdicts = [
+        (pair["gold"], pair["answer"])
+        for pair, verdict in zip(PAIRS, verdicts, strict=True)
+        if verdict != float(pair["right"])
+    ]
+    # What math-verify 0.9 is known to misjudge; a version that judges better fails here too.
+    known = [(p["gold"], p["answer"]) for p in PAIRS if p["verdict"] != p["right"]]
+    assert len(known) == 4
+    assert wrong_verdicts == known
