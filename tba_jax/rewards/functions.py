@@ -208,10 +208,8 @@ class RewardPool(RewardSource):
         groups = [[*own] for _, own in itertools.groupby(completions, lambda x: x.prompt)]
         if len(groups) == len(completions):  # responses that are alone
             groups = [completions[i : i + _CALL_ITEMS] for i in range(0, len(groups), _CALL_ITEMS)]
-        calls: list[Any] = [self._score_group([*map(_arguments, x)]) for x in groups]
-        if asyncio.get_running_loop() is not loop_of():
-            calls = [asyncio.wrap_future(self._workers.run(each)) for each in calls]
-        found = await asyncio.gather(*calls)
+        calls = [self._workers.run(self._score_group([*map(_arguments, x)])) for x in groups]
+        found = await asyncio.gather(*map(asyncio.wrap_future, calls))
         return list(itertools.chain(*found))  # groups are neighbours
 
     def close(self) -> None:

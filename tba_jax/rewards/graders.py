@@ -10,7 +10,6 @@ received.
 import functools
 import importlib
 import inspect
-import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
@@ -170,15 +169,16 @@ def math_reward(response: str, answer: str) -> float:
     Raises:
         ValueError: math-verify cannot parse the gold answer.
     """
+    library = optional("math_verify", "the reward of task math", "math")
     boxed, given = last_boxed(answer), last_boxed(response)
     gold = answer if boxed is None else boxed
-    right = _parse(gold)
+    right = _parse(library, gold)
     if not right:
         raise ValueError(f"math-verify cannot parse the gold answer {gold!r:.200}. Correct it")
     if given is None:
         return False
     bases = {base[1] for text in (gold, given) if (base := _BASE.search(text.strip()))}
-    is_equal = _math().verify(right, _parse(given), timeout_seconds=0, raise_on_error=True)
+    is_equal = library.verify(right, _parse(library, given), timeout_seconds=0, raise_on_error=True)
     return len(bases) < 2 and bool(is_equal)
 
 
@@ -186,17 +186,10 @@ def math_reward(response: str, answer: str) -> float:
 _BASE = re.compile(r"[0-9]_\{?([0-9]+)\}?$")
 
 
-@functools.cache
-def _math() -> Any:
-    # The package warns in every process that its time limits are off.
-    logging.getLogger("math_verify").setLevel(logging.ERROR)
-    return optional("math_verify", "the reward of task math", "math")
-
-
-def _parse(text: str) -> list[Any]:
+def _parse(library: Any, text: str) -> list[Any]:
     # math-verify cannot parse a number followed by a full stop.
     text = text.strip().removesuffix(".")
-    return _math().parse(f"$\\boxed{{{text}}}$", parsing_timeout=0)
+    return library.parse(f"$\\boxed{{{text}}}$", parsing_timeout=0)
 
 
 @each

@@ -40,8 +40,7 @@ from tba_jax.rewards import config as rewards
 from tba_jax.rewards.config import ClassifierSettings, VictimSettings
 from tba_jax.rewards.scores import TOO_LONG, Completion, RewardSource, Score
 
-ROWS = 32
-"""Rows of a batch."""
+ROWS = 32  # of a batch
 _LENGTH_STEP = 64  # rows of reward models are padded to a multiple, so that few lengths compile
 _ENCODER_TOKENS, _GUARD_TOKENS = 128, 512  # limits of a classifier's input
 # Probability of a text that does not match a pattern. It is above 0, so that its logarithm is
@@ -209,27 +208,21 @@ def make_classifier(settings: ClassifierSettings, site: Site) -> Classifier:
     Raises:
         ValueError: the settings or the model cannot be used.
     """
-    path, target = settings.path, settings.target
+    path, target, miss = settings.path, settings.target, math.log(_MISS_PROB)
     if not path:
-        return _make_pattern(target)
+        try:
+            search = re.compile(target).search
+        except re.error as error:
+            raise ValueError(
+                f"classifier.target={target!r} is not a regular expression ({error}). Correct it"
+            ) from error
+        return lambda _, responses: np.array([0.0 if search(x) else miss for x in responses])
     folder = folders.resolve(path, with_weights=False)
     is_encoder = folders.load_config(folder).get("model_type") in ("bert", "roberta")
     with jax.default_device(device := site.mesh.devices.flat[0]):
         scores, row = (_make_encoder if is_encoder else _make_guard)(path, target, site)
     scores = scores._replace(params=jax.device_put(scores.params, device))
     return lambda prompts, responses: scores(list(map(row, prompts, responses)))
-
-
-def _make_pattern(pattern: str) -> Classifier:
-    """Return 0 for a response with a match of a regular expression, log(_MISS_PROB) otherwise."""
-    try:
-        search = re.compile(pattern).search
-    except re.error as error:
-        raise ValueError(
-            f"classifier.target={pattern!r} is not a regular expression ({error}). Correct it"
-        ) from error
-    miss = math.log(_MISS_PROB)
-    return lambda _, responses: np.array([0.0 if search(text) else miss for text in responses])
 
 
 def _make_encoder(path: str, target: str, site: Site) -> tuple[RowScorer, _Row]:
