@@ -116,7 +116,7 @@ def serve(module: str, make: str, arguments: Sequence[Any]) -> None:
             loop.run_forever()
 
 
-class _Worker(asyncio.Protocol):
+class _Worker:
     """A process with its jobs; only the pools' loop uses it.
 
     Attributes:
@@ -134,8 +134,7 @@ class _Worker(asyncio.Protocol):
         self.started = asyncio.Future[None]()
         self.answers = {_STARTED: self.started}
         self.failure: tuple[str, str, int] | None = None
-        self._transport: Any = None
-        self._received = bytearray()  # the beginning of an answer
+        self._writer: asyncio.StreamWriter | None = None
         name = f"{pool.kind}-{socket.gethostname()}-{os.getpid()}-{self.number}.log"
         self._log = pool.logs and pool.logs / name
         if self._log:
@@ -149,28 +148,26 @@ class _Worker(asyncio.Protocol):
             streams: Any = {"stdin": stdin, "stdout": log, "stderr": log}
             self.process = subprocess.Popen(command, process_group=0, **streams)
         loop = asyncio.get_running_loop()
-        self._connecting = loop.create_task(loop.create_connection(lambda: self, sock=ours))
+        self._reading = loop.create_task(self._read(ours))
         late = f"{_START} took longer than {START_TIMEOUT_S:g} s"
         loop.call_later(START_TIMEOUT_S, lambda: self.started.done() or self.end("timeout", late))
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = transport
-
-    def data_received(self, data: bytes) -> None:
-        self._received += data
-        *lines, self._received = self._received.split(b"\n") if b"\n" in data else [self._received]
-        for number, answer in map(json.loads, lines):
-            self.free_s = time.monotonic()
-            if number in self.answers:
-                self.answers.pop(number).set_result(answer)
-
-    def connection_lost(self, exc: Exception | None) -> None:
+    async def _read(self, ours: socket.socket) -> None:
+        """Receive answers until the process ends."""
+        with contextlib.suppress(OSError):  # the worker was ended
+            reader, self._writer = await asyncio.open_connection(sock=ours, limit=2**40)
+            while (line := await reader.readline()).endswith(b"\n"):
+                number, answer = json.loads(line)
+                self.free_s = time.monotonic()
+                if number in self.answers:
+                    self.answers.pop(number).set_result(answer)
+            self._writer.close()
         self.end("crash", "its process ended")
 
     def send(self, *message: Any) -> None:
         """Send the number of a job and a message to it; the number alone closes the job."""
-        if self._transport and not self.failure:
-            self._transport.write(pickle.dumps(message))
+        if self._writer and not self.failure:
+            self._writer.write(pickle.dumps(message))
 
     def end(self, name: str, text: str, cause: int | None = None) -> None:
         """Kill the process and its group, unless the worker has ended.
@@ -192,8 +189,8 @@ class _Worker(asyncio.Protocol):
         self.failure = name, text, cause or next(iter(self.answers), _STARTED)
         while self.answers:
             self.answers.popitem()[1].cancel()
-        if self._transport:
-            self._transport.abort()  # a child outside of the group may keep the socket open
+        if self._writer:
+            self._writer.transport.abort()  # a child outside of the group may keep the socket open
 
 
 class Job:

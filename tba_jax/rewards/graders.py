@@ -24,8 +24,7 @@ def optional(module: str, user: str, extra: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError:
-        name = module.replace("_", "-")
-        text = f"{user} needs the package {name}: pip install 'tba_jax[{extra}]'"
+        text = f"{user} needs the package {module}: pip install 'tba_jax[{extra}]'"
         raise ImportError(text) from None
 
 

@@ -55,7 +55,7 @@ class World:
 
     def __init__(self, delays=(0,), most=3):
         self.delays, self.most = itertools.cycle(delays), most
-        self.workers = types.SimpleNamespace(open=lambda: types.SimpleNamespace(leave=lambda: None))
+        self.workers = types.SimpleNamespace(numbers=iter(range(999)))
         self.timeout_s, self.failures = 30.0, FailureLines("world")
         self.loop = asyncio.new_event_loop()
         self.thread = threading.Thread(target=self.loop.run_forever, daemon=True)
