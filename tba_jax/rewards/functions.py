@@ -215,8 +215,6 @@ class RewardPool(RewardSource):
     def close(self) -> None:
         self._workers.close()
 
-    # Methods for the pools' loop.
-
     async def _score_group(self, group: Sequence[Mapping[str, Any]]) -> list[Score]:
         """Score responses together; if the call fails, without those that fail alone."""
         whole = await self._call(group, self.timeout_s)

@@ -52,8 +52,6 @@ _LIMITS, _START_MODEL_LIMITS = (5, 30, 128), (3, 6, 13)
 _TEMPERATURE, _TOP_P = 0.7, 0.92  # of the paper
 _SLOTS = 256  # responses that the victim decodes at a time
 
-Program = Callable[[Params, Any, Any], Array]
-"""Jitted (params, tokens [b s], mask [b s]) -> scores [b]; rows are left-padded."""
 Classifier = Callable[[Sequence[str], Sequence[str]], np.ndarray]
 """Thread-safe (prompts, responses) -> log p(target class) of each response, float64 [n]."""
 _Row = Callable[[str, str], np.ndarray]  # (prompt, response) -> tokens
@@ -68,12 +66,13 @@ class RowScorer(NamedTuple):
     """Scores of token rows by a model.
 
     Attributes:
+        program: jitted (params, tokens [b s], mask [b s]) -> scores [b]; rows are left-padded.
         params: weights on a device.
         lengths: padded lengths that are compiled, ascending.
         pad_id: token at padding.
     """
 
-    program: Program
+    program: Callable[[Params, Any, Any], Array]
     params: Params
     lengths: Sequence[int]
     pad_id: int
