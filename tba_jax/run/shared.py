@@ -250,14 +250,14 @@ def make_searchers(shared: Shared, weights: OnDevices | WeightFolder) -> tuple[S
     parts = []
     for i, site in enumerate(sites):
         decoder = decoders[site.program_site]
-        start = functools.partial(shared.start_params, site)
+        engine, start = shared.server or decoder, functools.partial(shared.start_params, site)
         grader = make_grader(config, shared.task, tokenizer, rewards[site])
         parts.append(
             SearchParts(
                 index=shared.sites.first_searcher + i,
                 weights=functools.partial(latest, i),
                 evaluated=evaluated_weights(weights.at, i, start),
-                sampler=Sampler(shared.server or decoder, config.search, key, environments, state_tokens),
+                sampler=Sampler(engine, config.search, key, environments, state_tokens),
                 grader=grader,
                 evaluator=make_shard_evaluator(
                     config, decoder, grader, measures[site], environments
