@@ -242,7 +242,7 @@ class Job:
 
 @dataclasses.dataclass(eq=False)
 class WorkerPool:
-    """Pool of workers; starts a worker when a job needs it. `run` and `close` are thread-safe.
+    """Pool of workers; starts a worker when a job needs it. Only `run`, `close` are thread-safe.
 
     Attributes:
         kind: name of the pool, for log files.
@@ -278,8 +278,6 @@ class WorkerPool:
         # Jobs receive their failure; coroutines that wait for something else are cancelled.
         for future in wait(list(self._open), 1.0).not_done:
             future.cancel()
-
-    # Methods for the pools' loop.
 
     async def ask(self, message: Any, timeout_s: float, doing: str) -> Any:
         """Return the answer to a job of one message, as `Job.ask`; wait for an idle worker."""

@@ -335,6 +335,8 @@ class VictimReward(_OnSite):
         prompts, n = {i: tokens for i, tokens in found if tokens is not None}, self._num_samples
         scores = [Score(None, TOO_LONG, "the attack is too long", {"toxicity": math.nan})]
         scores *= len(completions)
+        if not prompts:
+            return scores
         decoded = self._decoder.decode(
             self._params,
             [*prompts.values()],
