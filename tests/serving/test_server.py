@@ -16,7 +16,7 @@ from qwen_tokenizer import qwen_like_tokenizer
 from served_model import GENERATE, NUM_SLOTS, PROMPT, TOKEN
 
 from tba_jax.decoding.requests import SamplingSettings
-from tba_jax.serving.chat import ChatFormat, RendererFormat
+from tba_jax.serving.chat import Chat, ChatFormat, RendererFormat
 from tba_jax.serving.protocol import ApiError, Update, parse
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
@@ -104,6 +104,8 @@ def test_tool_calls_are_parts_of_the_message(model, tmp_path, kind):
     assert choice["finish_reason"] == "tool_calls" and found["function"]["name"] == "add"
     assert ("index" in found) == streams
     assert call.choice(0, update._replace(finish="length"))["finish_reason"] == "length"
+    with pytest.raises(ValueError, match="render_ids of the library renderers fails: Attribute"):
+        chat.prompt(Chat([{"role": "assistant", "content": "", "tool_calls": [3]}]))
 
 
 def test_an_unexpected_failure_is_an_error_of_the_server(model, monkeypatch, capfd):
