@@ -159,7 +159,7 @@ LIMITS = {
     "storage": 359,
     "bench": 1806,
     "report": 1690,
-    "commands": 1709,
+    "commands": 1707,
     "studies": 789,
     "models/hf": 1451,
     "models": 5564,
@@ -170,7 +170,7 @@ LIMITS = {
     "run": 2899,
     "planning": 2300,
     "tasks": 1246,
-    "environments": 1216,
+    "environments": 1215,
     "serving": 1179,
     "rewards": 1380,
     "workers.py": 320,
@@ -197,11 +197,11 @@ TEST_LIMITS = {
     ("planning",): 588,
     ("report", "commands"): 1038,
     ("config",): 443,
-    ("serving",): 993,
+    ("serving",): 995,
     ("remote",): 691,
     ("run",): 1086,  # what a config.json alone means; the start model of resumed runs
     OTHERS: 2078,
-    ("",): 1721,  # with padded responses, which were a part of the package
+    ("",): 1710,  # with padded responses, which were a part of the package
 }
 
 
