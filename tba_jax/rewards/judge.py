@@ -5,8 +5,8 @@ A user's file makes a judge, and the run names it: `--config.task.reward=my_rewa
 
     judge = Judge("http://127.0.0.1:8000/v1", model="qwen", prompt="Rate: {prompt} {completion}")
 
-Each reward process has a judge with its own limits. Invariant: a request that fails gives no reward
-and is counted by name.
+Each reward process has a judge with its own limits and cache. Invariant: a request that fails gives
+no reward and is counted by name.
 """
 
 import asyncio
@@ -67,7 +67,7 @@ class Judge:
         options: Any = {"timeout": self.timeout_s, "max_retries": self.retries}
         options["api_key"] = os.environ.get("OPENAI_API_KEY", "none")
         self._client = openai.AsyncOpenAI(base_url=self.url, **options)
-        self._free = asyncio.Semaphore(self.concurrency)
+        self._free, self._cache = asyncio.Semaphore(self.concurrency), dict[str, Score]()
 
     async def __call__(
         self, prompts: Sequence[Content], completions: Sequence[Content], **columns: Sequence[Any]
@@ -83,13 +83,15 @@ class Judge:
         return await asyncio.gather(*(self._rate(asked(i)) for i in range(len(completions))))
 
     async def _rate(self, text: str) -> Score:
+        if text in self._cache:
+            return self._cache[text]
         fixed: Any = {"model": self.model, "temperature": 0, **self.sampling}
         fixed["messages"], answer = [{"role": "user", "content": text}], None
         try:
             async with self._free:
                 answer = await self._client.chat.completions.create(**fixed)
             reward: Any = self.parse(answer.choices[0].message.content or "")
-            return Score(float(reward))
+            return self._cache.setdefault(text, Score(float(reward)))
         except openai.OpenAIError as error:
             name = next(name for kind, name in _FAILURES.items() if isinstance(error, kind))
             return Score(None, name, f"{error!s:.{_MOST_TEXT}} ({error.__cause__})")

@@ -69,7 +69,9 @@ class RewardFailure(RuntimeError):
 
 
 class RewardSource:
-    """Thread-safe source of rewards; a subclass has `rate`, or `score`."""
+    """Thread-safe source of rewards; a subclass has `score`, or `rate`, the same but blocking."""
+
+    rate: Callable[[Sequence[Completion]], list[Score]]
 
     def check(self) -> None:
         """Wait until rewards can be computed; raise ValueError or RewardFailure if they cannot."""
@@ -77,10 +79,6 @@ class RewardSource:
     async def score(self, completions: Sequence[Completion]) -> list[Score]:
         """Return a reward or a reason for each response."""
         return await asyncio.to_thread(self.rate, completions)
-
-    def rate(self, completions: Sequence[Completion]) -> list[Score]:
-        """Return the same as `score`; it may block."""
-        raise NotImplementedError
 
     def on(self, site: "Site") -> "RewardSource":
         """Return the source for a searcher on these devices; self, unless it has a model."""

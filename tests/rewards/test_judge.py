@@ -64,7 +64,8 @@ def test_failures_are_named_and_answers_that_came_are_kept():
         assert asked["always limited"] == 3 and asked["refused"] == 1
         assert asked["slow"] >= 2  # the server may not have read the last one
         assert "I would rather not say" in found[6].text and "401" in found[4].text
-        assert asked["good 8"] == asked["limited"] - 1 == 1
+        assert ask(judge, ["good 8", "limited"]) == [found[0], found[2]]
+        assert asked["good 8"] == asked["limited"] - 1 == 1  # from the cache
 
 
 def test_a_judge_that_is_down_is_named():
