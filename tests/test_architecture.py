@@ -192,7 +192,7 @@ TEST_LIMITS = {
     ("replay",): 583,
     ("search", "evaluation"): 819,
     ("chaos",): 355,
-    ("rewards", "environments"): 1966,
+    ("rewards", "environments"): 1967,
     ("integration",): 886,  # with the restart of a fleet, which was a test of run
     ("planning",): 588,
     ("report", "commands"): 1038,
