@@ -96,16 +96,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dry_run(config: Config) -> int:
     """Check what a run needs."""
-    from tba_jax.models.hf import folders
-    from tba_jax.models.tokenizer import Tokenizer
-
     for line in notes(config):
         print(f"note: {line}", file=sys.stderr)
     preflight(config)
-    if config.model.path:
-        folder = folders.resolve(config.model.path, with_weights=False)
-        if line := Tokenizer(folder).difference():
-            print(f"note: {line}", file=sys.stderr)
     return 0
 
 

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Conversion between text and token IDs.
 
-tokenizer.json alone decides how text is split. Classes of transformers replace a part of it for
-some models; `python -m tba_jax.main --dry_run` compares both (`Tokenizer.difference`). This module
-never pads: callers keep lengths or masks, so `pad_id` may be a real end-of-sequence token and none
-is ever lost. Invariant: this module alone decides which IDs are special (`bos_id`, `eos_ids`,
-`pad_id`), from the files of the model folder, and every ID that it returns has an embedding in the
-model.
+tokenizer.json alone decides how text is split; classes of transformers replace a part of it for
+some models. This module never pads: callers keep lengths or masks, so `pad_id` may be a real
+end-of-sequence token and none is ever lost. Invariant: this module alone decides which IDs are
+special (`bos_id`, `eos_ids`, `pad_id`), from the files of the model folder, and every ID that it
+returns has an embedding in the model.
 """
 
 import codecs
+import datetime
 import functools
+import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,18 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import jinja2.meta
+import jinja2.nodes
 import numpy as np
+from jinja2.ext import Extension, loopcontrols
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from tba_jax.models.hf import chat_template, folders
+from tba_jax.models.hf import folders
 
 _NAMED = ("bos", "eos", "pad", "unk", "sep", "cls", "mask")
-_PROBES = (
-    "The answer is 12345.678, isn't it?",
-    "  two spaces\n\n\tand a tab \n",
-    "def f(x):\n    return x**2  # caf\u00e9",
-    "\u4f60\u597d, \u0434\u043e\u043c, \U0001f600!",
-    "http://a.b/c?d=1&e=[2]",
-)
 # Follows the first character of a special token's text in a chat, so that it stays text.
 DIVIDER = "\ue001"
 # Marks the end of the last message while a template renders it. A template that strips messages
@@ -126,21 +123,14 @@ class Tokenizer:
         This is the input of encoder models: `<s> text </s>` (RoBERTa), `[CLS] text [SEP]` (BERT).
 
         Args:
-            max_tokens: truncates the text, never the special tokens.
+            max_tokens: truncates the text, never the special tokens; at least their number.
 
         Raises:
-            ValueError: max_tokens leaves no room for the special tokens, or a token of the text has
-                no embedding in the model.
+            ValueError: a token of the text has no embedding in the model.
         """
         encoded = self._library.encode(text, add_special_tokens=False)
-        num_added = self._library.num_special_tokens_to_add(is_pair=False)
-        room = (2**31 if max_tokens is None else max_tokens) - num_added
-        if room < 0:
-            raise ValueError(
-                f"max_tokens={max_tokens} is less than the {num_added} special tokens that this "
-                "tokenizer adds. Set a larger limit"
-            )
-        encoded.truncate(room)
+        if max_tokens is not None:
+            encoded.truncate(max_tokens - self._library.num_special_tokens_to_add(is_pair=False))
         return self._checked(self._library.post_process(encoded).ids)
 
     def decode(self, ids: Sequence[int] | np.ndarray, skip_special: bool = True) -> str:
@@ -196,22 +186,6 @@ class Tokenizer:
         except Exception as error:  # transformers raises many types for unusable files
             raise _unreadable(self._folder, error) from error
 
-    def difference(self) -> str:
-        """Return a line if transformers splits texts otherwise than tokenizer.json; "" if not.
-
-        Raises:
-            ValueError: as `library`.
-        """
-        for text in _PROBES:
-            ours = self._library.encode(text, add_special_tokens=False).ids
-            theirs = self.library.encode(text, add_special_tokens=False)
-            if ours != theirs:
-                return (
-                    f"{self._folder}: transformers ({type(self.library).__name__}) splits {text!r} "
-                    f"into {theirs}, tokenizer.json into {ours}. Training uses tokenizer.json"
-                )
-        return ""
-
     @functools.cached_property
     def longest_token(self) -> int:
         """Characters of the longest token; a text n times as long has at least n tokens."""
@@ -224,13 +198,6 @@ class Tokenizer:
         """
         ids = self._library.encode(character, add_special_tokens=False).ids
         return (bool(ids) or character.isspace()) and self._unknown_id not in ids
-
-    @functools.cached_property
-    def _template_names(self) -> set[str]:
-        """Names that the chat template reads."""
-        environment = chat_template.compiled(self._template).environment
-        names = jinja2.meta.find_undeclared_variables(environment.parse(self._template))
-        return names - {*environment.globals}
 
     def format_chat(
         self,
@@ -271,8 +238,8 @@ class Tokenizer:
         given |= {f"{name}_token": text for name, text in self._special.items()}
         given |= {"add_generation_prompt": not continues}
         try:
-            text = chat_template.compiled(self._template).render({**variables, **given})
-            options = self._template_names - given.keys()
+            template, names = _compiled(self._template)
+            text, options = template.render({**variables, **given}), names - given.keys()
         except jinja2.TemplateError as error:
             raise ValueError(
                 f"the chat template of this tokenizer refuses the messages ({error}). Change the "
@@ -305,8 +272,8 @@ class Tokenizer:
             raise self._no_row("token", int(ids.max()))
         return ids
 
-    def _no_row(self, what: str, token_id: int | None) -> ValueError:
-        token = None if token_id is None else self._library.id_to_token(token_id)
+    def _no_row(self, what: str, token_id: int) -> ValueError:
+        token = self._library.id_to_token(token_id)
         return ValueError(
             f"{self._folder}: {what} {token!r} has id {token_id}, but config.json says that the "
             f"model has vocab_size = {self._num_rows}. Use the tokenizer files that belong to it"
@@ -356,6 +323,35 @@ def _read_template(folder: Path, settings: Mapping[str, Any]) -> str:
     if isinstance(declared, str):
         return declared
     return {x["name"]: x["template"] for x in declared}.get("default", "")
+
+
+class _Generation(Extension):
+    """`{% generation %}`, which marks the assistant's text for training, changes no text."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: Any) -> Any:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.Scope(body, lineno=line)
+
+
+@functools.lru_cache(maxsize=16)
+def _compiled(source: str) -> tuple[jinja2.Template, set[str]]:
+    """Return a template with the functions of transformers, and the names that it reads."""
+
+    def raise_exception(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
+    )
+    # Jinja's own filter would escape HTML characters.
+    environment.filters["tojson"] = functools.partial(json.dumps, ensure_ascii=False)
+    environment.globals["raise_exception"] = raise_exception
+    environment.globals["strftime_now"] = lambda form: datetime.datetime.now().strftime(form)
+    names = jinja2.meta.find_undeclared_variables(environment.parse(source))
+    return environment.from_string(source), names - {*environment.globals}
 
 
 def _read_json(path: Path) -> dict[str, Any]:

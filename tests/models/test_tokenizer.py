@@ -136,8 +136,6 @@ def test_complete_texts_are_cut_inside_their_special_tokens(tmp_path):
     np.testing.assert_array_equal(tokenizer.encode_complete(text, len(body) + 2)[1:-1], body)
     np.testing.assert_array_equal(tokenizer.encode_complete(text, 4), [BOS, *body[:2], EOS])
     np.testing.assert_array_equal(tokenizer.encode_complete(text, 2), [BOS, EOS])
-    with pytest.raises(ValueError, match="max_tokens=1 is less than the 2 special tokens"):
-        tokenizer.encode_complete(text, 1)
 
 
 def test_truncation_and_padding_of_the_file_are_not_applied(tmp_path):
@@ -195,7 +193,6 @@ def test_texts_are_split_as_transformers_splits_them(name):
     ours = Tokenizer.load(folder)
     theirs = ours.library
     assert (ours.bos_id, len(theirs)) == (theirs.bos_token_id, ours.end)
-    assert ours.difference() == ""
     rng = np.random.default_rng(0)
     letters = [*"0123456789+-=:,.ab \n\u00e9\u4e2d", "<bos>", "<eos>", "<pad>", "<unk>", "<none>"]
     assert {c for c in letters[:19] if ours.knows(c)} >= set("0123456789=")
@@ -273,15 +270,6 @@ def test_generation_config_decides_which_tokens_end_a_response(tmp_path):
     assert Tokenizer.load(tmp_path).eos_ids == (2,)
     (tmp_path / "config.json").write_text("{}")
     assert Tokenizer.load(tmp_path).eos_ids == (EOS,)
-
-
-def test_a_class_of_transformers_that_splits_otherwise_is_named(tmp_path):
-    """GPT-2's class brings its own rule for spaces, whatever tokenizer.json says."""
-    library = byte_level()
-    library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=True)
-    settings = {"tokenizer_class": "GPT2Tokenizer"}
-    tokenizer = write_folder(tmp_path, library, special=("eos",), settings=settings)
-    assert "transformers (GPT2Tokenizer) splits" in tokenizer.difference()
 
 
 def test_parts_of_a_character_have_their_own_bytes(bytes_tokenizer, tmp_path):
