@@ -69,26 +69,16 @@ def fused_logprobs(
             block by block.
         targets: token ids in [0, v).
         temperature: divides the logits, > 0.
-        vocab_shards: number of parts into which devices divide the axis v of `table`. Blocks are
-            within the parts; a wrong number costs communication, not correctness.
+        vocab_shards: number of equal parts into which devices divide the axis v of `table`. Blocks
+            are within the parts; a wrong number costs communication, not correctness.
         vocab_block: number of rows of each part in a block; None: chosen from the sizes.
         kept_bytes: logits up to this size, over all devices, are computed once and kept for the
             backward pass, without blocks.
         cap: c of c tanh(logit / c), applied before the temperature; None: no cap.
         num_tokens: number of the first rows that are tokens; the others have probability 0. 0: all.
         excluded: tokens, and the targets at which these tokens have probability 0; None: none.
-
-    Raises:
-        ValueError: the temperature is not positive, or v is not divisible by `vocab_shards`.
     """
-    if not temperature > 0:
-        raise ValueError(f"temperature = {temperature}; wanted a positive number")
     (b, t, d), v = hidden.shape, table.shape[0]
-    if v % vocab_shards:
-        raise ValueError(
-            f"vocab_shards={vocab_shards} does not divide the {v} rows of the table. Keep it whole "
-            "on each device with vocab_shards=1"
-        )
     keeps, part = 4 * b * t * v <= kept_bytes, v // vocab_shards
     if vocab_block is None:
         least, most = _BLOCK_ROWS
@@ -116,16 +106,12 @@ def _fused(
 def _forward(hidden: Array, table: Array, targets: Array, short: Any, static: _Static) -> Any:
     """Return (result of `_fused`, what its gradient needs)."""
     (m, w, _), n = table.shape, len(targets)
-    kept = None
-    if static.keeps_logits:
-        kept = _logits(table.astype(hidden.dtype), hidden, _ids(table, 0, w), short, static)
+    kept = _block(hidden, table, short, 0, w, static)[2] if static.keeps_logits else None
 
     def visit(start: Any, size: int, sums: tuple[Array, Array]) -> tuple[Array, Array]:
         """Add a block to the log-sum-exp of each part, and to the logits of the targets."""
         logsumexp, chosen = sums
-        ids, logits = _ids(table, start, size), kept
-        if logits is None:
-            logits = _logits(_block(table, start, size, hidden.dtype), hidden, ids, short, static)
+        ids, _, logits = _block(hidden, table, short, start, size, static, kept)
         found = jnp.where(_is_target(ids, targets), logits, 0.0)
         of_block = jax.nn.logsumexp(logits, axis=1)
         return jnp.logaddexp(logsumexp, of_block), chosen + jnp.sum(found, axis=1)
@@ -147,12 +133,7 @@ def _backward(static: _Static, saved: Any, cotangent: Array) -> tuple[Array, Arr
 
     def visit(start: Any, size: int, carry: tuple[Array, Array]) -> tuple[Array, Array]:
         d_hidden, d_table = carry
-        ids, logits = _ids(table, start, size), kept
-        if logits is None:
-            rows = _block(table, start, size, hidden.dtype)
-            logits = _logits(rows, hidden, ids, short, static)
-        else:
-            rows = table.astype(hidden.dtype)
+        ids, rows, logits = _block(hidden, table, short, start, size, static, kept)
         chosen = jnp.where(_is_target(ids, targets), weight, 0.0)
         d_logits = chosen - jnp.exp(logits - logsumexp[None, None]) * weight
         if static.cap is not None:  # multiply by the derivative of the cap
@@ -188,41 +169,37 @@ def _each_block(
 
 
 def _block(
-    table: Float[Array, "m w d"], start: Any, size: int, dtype: Any
-) -> Float[Array, "m x d"]:
-    """Return one block of the table: `size` rows of each part."""
-    rows = jax.lax.dynamic_slice_in_dim(table, start, size, axis=1)
-    # Multiply by a 1 that the compiler does not know. Otherwise it would move the rounding
-    # to bfloat16 out of the loop and keep a rounded copy of the whole table.
-    rows = rows * jax.lax.optimization_barrier(jnp.ones((), rows.dtype))
-    return rows.astype(dtype)
-
-
-def _ids(table: Float[Array, "m w d"], start: Any, size: int) -> Int[Array, "m x"]:
-    """Return the token ids of a block."""
-    m, w, _ = table.shape
-    return (jnp.arange(m) * w)[:, None] + (start + jnp.arange(size))[None]
-
-
-def _is_target(ids: Int[Array, "m w"], targets: Int[Array, " n"]) -> Bool[Array, "m w n"]:
-    # Use a comparison, because a gather of rows from a sharded table would communicate.
-    return ids[..., None] == targets[None, None]
-
-
-def _logits(
-    rows: Float[Array, "m w d"],
     hidden: Float[Array, "n d"],
-    ids: Int[Array, "m w"],
+    table: Float[Array, "m w d"],
     short: Bool[Array, " n"] | None,
+    start: Any,
+    size: int,
     static: _Static,
-) -> Float32[Array, "m w n"]:
+    kept: Float32[Array, "m w n"] | None = None,
+) -> tuple[Int[Array, "m x"], Float[Array, "m x d"], Float32[Array, "m x n"]]:
+    """Return (token ids, rows of the table, logits) of one block: `size` rows of each part."""
+    m, w, _ = table.shape
+    ids, rows = (jnp.arange(m) * w)[:, None] + (start + jnp.arange(size))[None], table
+    if size < w:
+        rows = jax.lax.dynamic_slice_in_dim(table, start, size, axis=1)
+        # Multiply by a 1 that the compiler does not know. Otherwise it would move the rounding
+        # to bfloat16 out of the loop and keep a rounded copy of the whole table.
+        rows = rows * jax.lax.optimization_barrier(jnp.ones((), rows.dtype))
+    rows = rows.astype(hidden.dtype)
+    if kept is not None:
+        return ids, rows, kept
     logits = capped(_matmul("mwd,nd->mwn", rows, hidden), static.cap) / static.temperature
     if static.num_tokens:
         logits = jnp.where((ids < static.num_tokens)[..., None], logits, NO_TOKEN)
     if short is not None:
         is_end = jnp.isin(ids, jnp.asarray(static.excluded, jnp.int32))
         logits = jnp.where(is_end[..., None] & short[None, None], NO_TOKEN, logits)
-    return logits
+    return ids, rows, logits
+
+
+def _is_target(ids: Int[Array, "m w"], targets: Int[Array, " n"]) -> Bool[Array, "m w n"]:
+    # Use a comparison, because a gather of rows from a sharded table would communicate.
+    return ids[..., None] == targets[None, None]
 
 
 def _matmul(equation: str, x: Array, y: Array) -> Float32[Array, "..."]:

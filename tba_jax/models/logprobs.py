@@ -47,7 +47,7 @@ def row_token_logprobs(
         options: as in `_logprobs`.
 
     Raises:
-        ValueError: the model is a classifier, or `fused_logprobs` refuses a size.
+        ValueError: the model is a classifier.
 
     References:
         TBA, arXiv:2503.18929, section 3.2 and table 2 (temperature).
