@@ -230,10 +230,7 @@ class Programs:
                 return out, new
             begin = positions[:, 0]
             cache = KVCache(*(_appended(*x, begin, lengths) for x in zip(before, new, strict=True)))
-            position, query = cache.positions(begin + lengths)[:, None], positions[:, :, None]
-            seen = (position >= 0) & (position <= query)
-            if scores.window is not None:
-                seen = seen & (position > query - scores.window)
+            seen = cache.seen(begin + lengths, positions, scores.window)
             keys, values = (jnp.swapaxes(part, 1, 2) for part in cache)
             bias = jnp.where(seen, 0.0, attention.MASKED)
             return attention.attend(q, keys, values, bias, scores), cache

@@ -2,7 +2,13 @@
 """Architecture of a decoder-only transformer: sizes, traits, and the pattern of its layers."""
 
 import dataclasses
+import functools
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
 
 from tba_jax.models import rope
 
@@ -11,6 +17,21 @@ LayerKind = Literal["full", "window", "delta"]
 summarises all earlier positions (`delta`)."""
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "clamped_swiglu"]
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "gelu": functools.partial(jax.nn.gelu, approximate=False),
+    "gelu_tanh": functools.partial(jax.nn.gelu, approximate=True),
+}
+# Constants of gpt-oss: bound of gate and up, and slope of the sigmoid.
+_CLAMP, _SLOPE = 7.0, 1.702
+
+
+def gated(name: Activation, gate: Float[Array, "*b f"], up: Float[Array, "*b f"]) -> Array:
+    """Return the inner activations [*b f] of a gated MLP."""
+    if name == "clamped_swiglu":
+        gate = jnp.minimum(gate, _CLAMP)
+        return gate * jax.nn.sigmoid(_SLOPE * gate) * (jnp.clip(up, -_CLAMP, _CLAMP) + 1)
+    return ACTIVATIONS[name](gate) * up
 
 
 class Adapters(NamedTuple):
@@ -87,7 +108,8 @@ class TransformerConfig:
         window: number of positions that a query of a window layer sees, including its own.
         window_rope_theta: base of the rotary frequencies of window layers, which then have no
             `rope_scaling`; None: window layers rotate as full layers do.
-        norms: whether the residual stream has norms before attention and MLP, after them, or both.
+        norms: whether the residual stream has norms before attention and MLP, after them, both, or
+            after their sum with the stream (encoders).
         norm_offset: whether RMSNorms multiply by 1 + weight (Gemma).
         scaled_embeddings: whether embeddings are multiplied by sqrt(d) (Gemma).
         score_divisor: number whose square root divides attention scores; None: head_dim.
@@ -140,7 +162,7 @@ class TransformerConfig:
     pattern: tuple[LayerKind, ...] = ("full",)
     window: int = 0
     window_rope_theta: float | None = None
-    norms: Literal["pre", "post", "both"] = "pre"
+    norms: Literal["pre", "post", "both", "sum"] = "pre"
     norm_offset: bool = False
     scaled_embeddings: bool = False
     score_divisor: float | None = None
@@ -176,8 +198,6 @@ class TransformerConfig:
         need(min(num, 1) <= chosen <= num, rule, "experts_per_token", "num_experts")
         if "delta" in self.pattern:
             heads = ("delta_value_heads", "delta_key_heads")
-            names = (*heads, "delta_key_dim", "delta_value_dim", "delta_taps")
-            need(all(getattr(self, name) > 0 for name in names), "must be above 0", *names)
             need(self.delta_value_heads % self.delta_key_heads == 0, multiple, *heads)
             has_attention = {*self.layer_kinds} != {"delta"}
             need(has_attention, "a model needs a layer with attention", "pattern", "num_layers")
@@ -197,7 +217,7 @@ class TransformerConfig:
         if self.num_labels:
             raise ValueError(
                 f"a classifier with {self.num_labels} labels has no logits over tokens. Use "
-                "classifier.classify, or load a language model"
+                "transformer.classify, or load a language model"
             )
         return "embed" if self.tie_embeddings else "unembed"
 

@@ -69,13 +69,13 @@ class Kernels(NamedTuple):
     """Settings and devices that, with the arrays, select the kernel of attention.
 
     Attributes:
-        wanted: setting model.attention: auto, or xla: no kernels.
+        wanted: setting model.attention: auto; or an implementation that supports the arguments.
         platform: platform that the program is compiled for.
         sharding: sharding of keys and values as a cache [b g s e] on a mesh; None: one device, or
             each device calls the kernel for its own part.
     """
 
-    wanted: Literal["auto", "xla"] = "auto"
+    wanted: Literal["auto"] | Implementation = "auto"
     platform: Platform = "any"
     sharding: NamedSharding | None = None
 
@@ -90,8 +90,10 @@ class Kernels(NamedTuple):
             scores: treatment of scores.
             length: number of positions that the last query sees.
         """
+        if self.wanted != "auto":
+            return self.wanted
         is_narrow = jnp.dtype(dtype) in (jnp.bfloat16, jnp.float16) and head_dim % 8 == 0
-        if self.wanted != "auto" or not is_narrow or not _divides_heads_alike(self.sharding):
+        if not is_narrow or not _divides_heads_alike(self.sharding):
             return "xla"
         if self.platform == "cuda" and scores.cap is None:
             columns = head_dim + cudnn.SINK_COLUMNS * (scores.sinks is not None)
@@ -195,7 +197,6 @@ def attend_causal(
     *,
     scores: Scores = PLAIN,
     kernels: Kernels = NO_KERNELS,
-    implementation: Implementation | None = None,
 ) -> Float[Array, "b s g r e"]:
     """Return softmax attention of whole sequences; r queries of a group share a key/value head.
 
@@ -206,10 +207,8 @@ def attend_causal(
         visible: return value of `causal` or `packed`.
         scores: treatment of scores.
         kernels: settings and devices that select the implementation.
-        implementation: an implementation that supports the arguments; None: `kernels.select`.
     """
-    if implementation is None:
-        implementation = kernels.select(q.dtype, q.shape[-1], scores, q.shape[1])
+    implementation = kernels.select(q.dtype, q.shape[-1], scores, q.shape[1])
     if implementation == "cudnn":
         how: Any = {"first": visible.first, "window": scores.window}
         if visible.segments is not None or scores.needs_mask:
@@ -337,23 +336,14 @@ def attend_cached(
         return jax.lax.dynamic_update_slice(part, new[:, :, None].astype(part.dtype), at)
 
     recent = KVCache(write(recent.keys, k), write(recent.values, v))
-    seen = _seen_columns(history, jnp.asarray(history_length), index + 1, scores.window)
-    own = _seen_columns(recent, jnp.broadcast_to(index + 1, (len(q),)), 0, scores.window)
-    parts = tuple(
-        score(q, cache.keys, scores.cap) + jnp.where(mask, 0.0, MASKED)[:, None, None]
-        for cache, mask in ((history, seen), (recent, own))
+
+    def scored(cache: KVCache, length: Array, query: Array) -> Array:
+        seen = cache.seen(length, query, scores.window)
+        return score(q, cache.keys, scores.cap) + jnp.where(seen[:, None], 0.0, MASKED)
+
+    num = jnp.broadcast_to(index + 1, (len(q), 1))
+    before = scored(history, history_length, history_length[:, None] + index)
+    old, new = softmax(
+        (before, scored(recent, num[:, 0], num - 1)), scores.sinks_like(q.shape[:3], (1, 2))
     )
-    old, new = softmax(parts, scores.sinks_like(q.shape[:3], (1, 2)))
     return (average(old, history.values) + average(new, recent.values)).astype(q.dtype), recent
-
-
-def _seen_columns(
-    cache: KVCache, length: Int[Array, " n"], later: Int[Array, ""] | int, window: int | None
-) -> Bool[Array, "n c"]:
-    """Return whether a token sees each column of its slot, which has `length` positions.
-
-    `later` further positions follow; the last one is the position of the token.
-    """
-    position = cache.positions(length)
-    first = 0 if window is None else length[:, None] + later - window
-    return (position >= 0) & (position >= first)

@@ -5,7 +5,7 @@ Only this module and `transformer` use Flax NNX. The caller defines which keys t
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -14,10 +14,11 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from tba_jax.models import delta, experts, rope
-from tba_jax.models.activations import ACTIVATIONS, gated
 from tba_jax.models.architecture import (
+    ACTIVATIONS,
     LayerKind,
     TransformerConfig,
+    gated,
     lora_names,
     num_input_axes,
 )
@@ -99,11 +100,23 @@ def layer_leaves(config: TransformerConfig, kind: LayerKind) -> dict[str, Leaf]:
         """Declare the leaves whose names are given as true."""
         split = tuple(axes.split())
         for name in (name for name, is_wanted in names.items() if is_wanted):
-            found[name] = Leaf(split, tuple(sizes[x] for x in split), fan_in, constant)
+            dtype = jnp.float32 if name in config.float32_leaves else None
+            found[name] = Leaf(split, tuple(sizes[x] for x in split), fan_in, constant, dtype)
 
     add("embed", constant=start, **dict.fromkeys(norm_names(config), True))
     if kind == "delta":
-        found |= _delta_leaves(config)
+        sizes["taps"] = config.delta_taps
+        for name, (heads, size) in _delta_shapes(config).items():
+            axis = "heads" if name == "v" else "kv_heads"
+            sizes |= {axis: heads, "head_dim": size}
+            add(f"embed {axis} head_dim", d, **{f"delta_{name}": True})
+            add(f"{axis} head_dim taps", config.delta_taps, **{f"delta_taps_{name}": True})
+        add("embed heads head_dim", d, delta_gate=True)
+        add("heads head_dim embed", sizes["heads"] * sizes["head_dim"] * depth, delta_o=True)
+        add("embed heads", d, delta_rate=True, delta_decay=True)
+        add("heads", constant=1.0, delta_decay_bias=True)
+        add("heads", delta_log_decay=True)
+        add("head_dim", constant=1.0, delta_norm=True)
     else:
         add("embed heads head_dim", d, q=True)
         add("embed kv_heads head_dim", d, k=True, v=True)
@@ -132,8 +145,8 @@ def layer_leaves(config: TransformerConfig, kind: LayerKind) -> dict[str, Leaf]:
         add("mlp", gate_bias=has_bias and has_gate, up_bias=has_bias)
         add("embed", down_bias=has_bias)
         add("embed", d, shared_router=config.num_experts > 0)
-    has_norm_bias = config.norm == "layer"
-    add("embed", attn_norm_bias=has_norm_bias, mlp_norm_bias=has_norm_bias)
+    if config.norm == "layer":
+        add("embed", **{f"{name}_bias": True for name in norm_names(config)})
     if config.adapters is not None:
         rank = (config.adapters.rank,)
         for name in (name for name in config.adapters.modules if name in found):
@@ -143,39 +156,17 @@ def layer_leaves(config: TransformerConfig, kind: LayerKind) -> dict[str, Leaf]:
     return found
 
 
-def _delta_leaves(config: TransformerConfig) -> dict[str, Leaf]:
-    d, (heads, size) = config.hidden_size, _delta_shapes(config)["v"]
-    found: dict[str, Leaf] = {}
-    for name, shape in _delta_shapes(config).items():
-        axes = ("heads" if name == "v" else "kv_heads", "head_dim")
-        found[f"delta_{name}"] = Leaf(("embed", *axes), (d, *shape), d)
-        taps = config.delta_taps
-        found[f"delta_taps_{name}"] = Leaf((*axes, "taps"), (*shape, taps), taps)
-    of_heads, f32 = Leaf(("embed", "heads"), (d, heads), d), jnp.float32
-    return found | {
-        "delta_gate": Leaf(("embed", "heads", "head_dim"), (d, heads, size), d),
-        "delta_o": Leaf(
-            ("heads", "head_dim", "embed"), (heads, size, d), heads * size * 2 * config.num_layers
-        ),
-        "delta_rate": of_heads,
-        "delta_decay": of_heads,
-        # `TransformerConfig.float32_leaves`
-        "delta_decay_bias": Leaf(("heads",), (heads,), constant=1.0, dtype=f32),
-        "delta_log_decay": Leaf(("heads",), (heads,), dtype=f32),
-        "delta_norm": Leaf(("head_dim",), (size,), constant=1.0),
-    }
-
-
 class Block(nnx.Module):
-    """One layer; its argument `attend` defines which keys the queries see."""
+    """One layer; its argument `attend` defines which keys the queries see.
 
-    def __init__(
-        self, config: TransformerConfig, dtype: Any, rngs: nnx.Rngs, kind: LayerKind = "full"
-    ):
-        self.config = config
-        self.kind = kind
-        for name, leaf in layer_leaves(config, kind).items():
-            setattr(self, name, nnx.Param(leaf.start(rngs, dtype)))
+    Args:
+        names: names of its leaves; `nnx.merge` provides their values.
+    """
+
+    def __init__(self, config: TransformerConfig, kind: LayerKind, names: Iterable[str]):
+        self.config, self.kind = config, kind
+        for name in names:
+            setattr(self, name, nnx.Param(jnp.zeros(())))
 
     def _leaf(self, name: str) -> Array:
         return getattr(self, name)[...]
@@ -197,9 +188,9 @@ class Block(nnx.Module):
         if self.config.parallel_residual:
             total = x + out  # before the MLP: another order of the sums changes the last bits
             return total + self._mlp(self._norm("mlp_norm", x), mesh), extra
-        x = x + out
+        x = self._norm("attn_sum_norm", x + out)
         out = self._mlp(self._norm("mlp_norm", x), mesh)
-        return x + self._norm("mlp_out_norm", out), extra
+        return self._norm("mlp_sum_norm", x + self._norm("mlp_out_norm", out)), extra
 
     def _attention(
         self, y: Float[Array, "*b d"], angles: Rope, attend: Attend
@@ -331,8 +322,8 @@ def _delta_shapes(config: TransformerConfig) -> dict[str, tuple[int, int]]:
 
 def norm_names(config: TransformerConfig) -> tuple[str, ...]:
     """Return the names of the norms of a layer's residual stream."""
-    before, after = ("attn_norm", "mlp_norm"), ("attn_out_norm", "mlp_out_norm")
-    return {"pre": before, "post": after, "both": before + after}[config.norms]
+    kinds = {"pre": ("",), "post": ("_out",), "both": ("", "_out"), "sum": ("_sum",)}
+    return tuple(f"{part}{kind}_norm" for kind in kinds[config.norms] for part in ("attn", "mlp"))
 
 
 def norm(

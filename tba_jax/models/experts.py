@@ -16,8 +16,7 @@ from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int32
 
 from tba_jax.devices.sharding import batch_axes
-from tba_jax.models.activations import gated
-from tba_jax.models.architecture import TransformerConfig
+from tba_jax.models.architecture import TransformerConfig, gated
 from tba_jax.models.permutation import permuted
 
 MATRICES = ("expert_gate", "expert_up", "expert_down")

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from tba_jax.models.architecture import LayerKind, TransformerConfig
 
@@ -20,6 +20,14 @@ class KVCache(NamedTuple):
         """Return the newest position in each column after `length` tokens; negative: empty."""
         num, last = self.keys.shape[2], length[:, None] - 1
         return last - (last - jnp.arange(num)[None]) % num
+
+    def seen(
+        self, length: Int[Array, " n"], query: Int[Array, "n s"], window: int | None
+    ) -> Bool[Array, "n s c"]:
+        """Return whether queries at these positions see each column, after `length` tokens."""
+        position, query = self.positions(length)[:, None], query[:, :, None]
+        seen = (position >= 0) & (position <= query)
+        return seen if window is None else seen & (position > query - window)
 
 
 class State(NamedTuple):
@@ -63,17 +71,7 @@ def empty_layers(
     return tuple(state() if kind == "delta" else columns(kind) for kind in config.layer_kinds)
 
 
-def cache_axes(sharding: NamedSharding | None) -> tuple[Any, Any]:
-    """Return the mesh axes of rows and key/value heads of a cache [n g c e].
-
-    Raises:
-        ValueError: another axis of the cache is divided.
-    """
-    spec = () if sharding is None else tuple(sharding.spec)
-    rows, heads, *rest = (*spec, None, None)
-    if any(axis is not None for axis in rest):
-        raise ValueError(
-            f"attention kernels got a cache [slots, heads, columns, head_dim] sharded by {spec}; "
-            "only slots and heads can be divided"
-        )
+def cache_axes(sharding: NamedSharding) -> tuple[Any, Any]:
+    """Return the mesh axes of rows and key/value heads of a cache; no other axes are divided."""
+    rows, heads, *_ = (*sharding.spec, None, None)
     return rows, heads

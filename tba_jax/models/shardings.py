@@ -14,10 +14,10 @@ import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array
 
-from tba_jax.devices.platform import Platform
 from tba_jax.devices.sharding import AXIS_RULES, batch_axes, tree_shardings
 from tba_jax.devices.site import Site
 from tba_jax.models import transformer
+from tba_jax.models.attention import Kernels
 from tba_jax.models.transformer import Params, TransformerConfig
 
 
@@ -55,26 +55,22 @@ class ComputeSharding:
         gathers: False for weights in the decoder's layout, which are never divided over fsdp.
 
     Attributes:
-        platform: platform of the program.
+        kernels: kernels of attention.
         vocab_shards: number of parts into which devices divide the output table's vocabulary.
         mesh: the devices; None: one device.
-        cache: sharding of keys and values [b g s e], for kernels; None: one device.
     """
 
     def __init__(self, config: TransformerConfig, site: Site, *, gathers: bool = True) -> None:
         """Raise ValueError if the mesh does not divide the model."""
-        mesh = site.mesh
-        self.platform: Platform = site.platform
-        self._is_divided, self.vocab_shards = site.is_divided and gathers, 1
-        self.cache: NamedSharding | None = None
+        mesh, rows = site.mesh, batch_axes(site.mesh) or None
         self.mesh: Mesh | None = mesh if site.is_divided else None
-        if not site.is_divided:
-            return
-        rows = batch_axes(mesh)
-        heads = AXIS_RULES["kv_heads"].mesh_axis
-        is_whole = config.num_kv_heads % mesh.shape.get(heads, 1) > 0 or heads not in mesh.shape
-        self.cache = NamedSharding(mesh, PartitionSpec(rows or None, None if is_whole else heads))
-        if not gathers:
+        self._is_divided, self.vocab_shards = site.is_divided and gathers, 1
+        heads: str | None = AXIS_RULES["kv_heads"].mesh_axis
+        if heads not in mesh.shape or config.num_kv_heads % mesh.shape[heads]:
+            heads = None  # every device has all key/value heads
+        cache = NamedSharding(mesh, PartitionSpec(rows, heads)) if site.is_divided else None
+        self.kernels = Kernels(config.attention, site.platform, cache)
+        if not self._is_divided:
             return
         stored = param_shardings(config, mesh)
         self._layers = {
@@ -82,9 +78,8 @@ class ComputeSharding:
             for name, sharding in stored["layers"].items()
         }
         self._ends = {name: x for name, x in stored.items() if name != "layers"}
-        self._rows = NamedSharding(mesh, PartitionSpec(rows or None))
-        axis = AXIS_RULES["vocab"].mesh_axis
-        parts = mesh.shape.get(axis, 1)
+        self._rows = NamedSharding(mesh, PartitionSpec(rows))
+        parts = mesh.shape.get(AXIS_RULES["vocab"].mesh_axis, 1)
         self.vocab_shards = parts if config.vocab_size % parts == 0 else 1
 
     def layer(self, params: Params, compute_dtype: Any) -> Params:

@@ -47,7 +47,6 @@ def attend(
     *,
     scores: attention.Scores = attention.PLAIN,
     kernels: attention.Kernels = attention.NO_KERNELS,
-    implementation: attention.Implementation | None = None,
 ) -> Float[Array, "b s g r e"]:
     """Return softmax attention of prompts and responses; arguments as in `attend_causal`.
 
@@ -56,9 +55,8 @@ def attend(
     # Of prompts (x) and responses (y).
     (q_x, q_y), (k_x, k_y), (v_x, v_y) = (rows.split(part) for part in (q, k, v))
     (b, c, t, *_), x = q_y.shape, rows.mask.shape[1]
-    if implementation is None:
-        implementation = kernels.select(q.dtype, q.shape[-1], scores, x + t)
-    if implementation == "xla":
+    kernels = kernels._replace(wanted=kernels.select(q.dtype, q.shape[-1], scores, x + t))
+    if kernels.wanted == "xla":
         visible = attention.causal(rows.mask)
         of_prompts = attention.attend_causal(q_x, k_x, v_x, visible, scores=scores)
         return rows.join(of_prompts, _after_prompts(q_y, k_y, v_y, k_x, v_x, rows.mask, scores))
@@ -70,7 +68,7 @@ def attend(
         return jnp.concatenate([repeated, own], axis=2).reshape(b * c, x + t, *own.shape[3:])
 
     visible = attention.causal(row(rows.mask, jnp.ones((b, c, t), bool)))
-    how: Any = {"scores": scores, "kernels": kernels, "implementation": implementation}
+    how: Any = {"scores": scores, "kernels": kernels}
     out = attention.attend_causal(row(q_x, q_y), row(k_x, k_y), row(v_x, v_y), visible, **how)
     out = out.reshape(b, c, x + t, *out.shape[2:])
     return rows.join(out[:, 0, :x], out[:, :, x:])

@@ -13,12 +13,7 @@ from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.tpu.splash_attention import (
-    splash_attention_kernel as splash,
-)
-from jax.experimental.pallas.ops.tpu.splash_attention import (
-    splash_attention_mask as splash_mask,
-)
+from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
@@ -109,8 +104,8 @@ def _attend(
         mask: Any = seen[None]
         if not is_of_pairs:
             near = None if window is None else window - 1
-            local = splash_mask.LocalMask((s, s), (near, 0), 0)
-            mask = splash_mask.MultiHeadMask([local] * (g * r))
+            local = splash.LocalMask((s, s), (near, 0), 0)
+            mask = splash.MultiHeadMask([local] * (g * r))
         kernel = splash.make_splash_mha(
             mask, head_shards=1, q_seq_shards=1, interpret=interpret, **options
         )

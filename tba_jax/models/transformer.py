@@ -64,8 +64,9 @@ def init_params(config: TransformerConfig, key: Array, param_dtype: Any = jnp.fl
     keys = jax.random.split(layers_key, config.num_layers)
 
     def init(kind: LayerKind) -> dict[str, Array]:
-        def of_layer(key: Array) -> Any:
-            return nnx.to_pure_dict(nnx.state(Block(config, param_dtype, nnx.Rngs(key), kind)))
+        def of_layer(key: Array) -> dict[str, Array]:
+            rngs, leaves = nnx.Rngs(key), layer_leaves(config, kind)
+            return {name: leaf.start(rngs, param_dtype) for name, leaf in leaves.items()}
 
         return jax.vmap(of_layer)(keys)
 
@@ -126,12 +127,7 @@ def apply(
         remat: what the backward pass recomputes.
         sharding: a `shardings.ComputeSharding`, which on a mesh gathers the layers; `params`
             outside the layers are gathered already. None: any single device.
-
-    Raises:
-        ValueError: `remat` is not the name of a policy.
     """
-    if remat not in _REMAT:
-        raise ValueError(f"remat {remat!r}; want one of {', '.join(map(repr, _REMAT))}")
     attend_rows: Callable[..., Array] = attention.attend_causal
     mix_rows: Callable[..., Any] = delta.mix
     if isinstance(visible, shared_prompts.Rows):
@@ -142,8 +138,7 @@ def apply(
         visible = visible._replace(positions=positions)
     kernels, mesh = attention.Kernels(config.attention), None
     if sharding is not None:
-        kernels = kernels._replace(platform=sharding.platform, sharding=sharding.cache)
-        mesh = sharding.mesh
+        kernels, mesh = sharding.kernels, sharding.mesh
     angles = rotary(positions, config)
 
     def layer_of(kind: LayerKind) -> Layer:
@@ -322,6 +317,39 @@ def unembed(
     return jnp.where(jnp.arange(logits.shape[-1]) < config.num_tokens, logits, attention.NO_TOKEN)
 
 
+def classify(
+    params: Params,
+    tokens: Int[Array, "b s"],
+    mask: Bool[Array, "b s"],
+    *,
+    config: TransformerConfig,
+    compute_dtype: Any,
+    sharding: Any = None,
+) -> Float32[Array, "b labels"]:
+    """Return raw scores (no softmax) at the last valid token of each row, as in transformers.
+
+    The scores of a row depend only on its valid tokens; rows may be padded on either side.
+    transformers treats every token except the pad token as valid. If responses may end in the pad
+    token, pass the mask of transformers to get equal scores. The scores of a row without valid
+    tokens are finite but have no meaning.
+
+    Args:
+        params: parameters with the leaf `score`.
+        tokens, mask: token ids, and which of them are valid.
+        config: the architecture; num_labels > 0.
+        compute_dtype, sharding: as in `apply`, but all of `params` may be divided.
+    """
+    if sharding is not None:
+        params = sharding.ends(params, compute_dtype)
+    positions = jnp.maximum(jnp.cumsum(mask, axis=1) - 1, 0)
+    how: Any = {"config": config, "compute_dtype": compute_dtype, "sharding": sharding}
+    hidden = apply(params, tokens, positions, mask, **how)
+    last = jnp.max(jnp.where(mask, jnp.arange(tokens.shape[1])[None], 0), axis=1)
+    pooled = jnp.take_along_axis(hidden, last[:, None, None], axis=1)[:, 0]
+    table = params["score"].astype(compute_dtype)
+    return jnp.einsum("bd,nd->bn", pooled, table, preferred_element_type=jnp.float32)
+
+
 def unstack_layers(params: Params, config: TransformerConfig) -> Params:
     """Return the tree in the decoder's layout: with a tuple of layers instead of stacked layers.
 
@@ -335,12 +363,8 @@ def unstack_layers(params: Params, config: TransformerConfig) -> Params:
         return x.reshape(-1, x.shape[-1]) if num_input_axes(name) > 1 else x.reshape(len(x), -1)
 
     layers = tuple(
-        {
-            name: matrix(name, x[config.row(name, i)])
-            for name, x in params["layers"].items()
-            if has_leaf(kind, name)
-        }
-        for i, kind in enumerate(config.layer_kinds)
+        {name: matrix(name, x) for name, x in layer.items()}
+        for layer in _unstacked(params["layers"], config.layer_kinds)
     )
     return {**params, "layers": layers}
 
@@ -349,12 +373,4 @@ def unstack_layers(params: Params, config: TransformerConfig) -> Params:
 def _block_graph(config: TransformerConfig, names: tuple[str, ...]) -> Any:
     """Return the NNX graph definition of a layer with leaves of these names."""
     kind: LayerKind = "delta" if "delta_o" in names else "full"
-
-    def make() -> Block:
-        block = Block(config, jnp.float32, nnx.Rngs(0), kind)
-        for name in names:
-            if name.endswith("_scale"):
-                setattr(block, name, nnx.Param(jnp.zeros(())))
-        return block
-
-    return nnx.split(nnx.eval_shape(make))[0]
+    return nnx.split(nnx.eval_shape(lambda: Block(config, kind, names)))[0]

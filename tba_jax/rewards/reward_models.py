@@ -28,7 +28,7 @@ from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.devices.sharding import hand_over
 from tba_jax.devices.site import Site, any_device
 from tba_jax.flow.padding import bucket_length, left_pad, length_buckets
-from tba_jax.models import classifier, encoder
+from tba_jax.models import encoder, transformer
 from tba_jax.models import model as models
 from tba_jax.models.hf import folders
 from tba_jax.models.logprobs import row_token_logprobs
@@ -157,7 +157,7 @@ class RewardModel(_OnSite):
         self._params = params = hand_over(params, self._shardings(site))
         how: Any = {"config": self._config, "compute_dtype": jnp.dtype(judge_dtype(site))}
         how["sharding"] = ComputeSharding(self._config, site.program_site)
-        program = jax.jit(lambda *rows: classifier.classify(*rows, **how)[:, 0])
+        program = jax.jit(lambda *rows: transformer.classify(*rows, **how)[:, 0])
         lengths = [*range(_LENGTH_STEP, most, _LENGTH_STEP), most]
         self._scores = RowScorer(site.locked(program), params, lengths, self._tokenizer.pad_id)
 

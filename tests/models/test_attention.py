@@ -118,9 +118,8 @@ def test_values_and_gradients_are_those_of_float64(implementation, kind, window,
     def run(q, k, v, sinks=None):
         scores = attention.Scores(window, cap, sinks)
         if implementation != "mask":
-            return attention.attend_causal(
-                q, k, v, rows, scores=scores, implementation=implementation
-            )
+            kernels = attention.Kernels(implementation)
+            return attention.attend_causal(q, k, v, rows, scores=scores, kernels=kernels)
         how = {"seen": rows.seen(window), "implementation": "xla"}
         return cudnn_attention.attend(q, k, v, rows.mask, sinks=sinks, **how)
 
@@ -142,7 +141,7 @@ def test_padding_is_never_read_and_bfloat16_rounds_weights_alone(implementation)
 
     @jax.jit
     def run(q, k, v):
-        return attention.attend_causal(q, k, v, rows, implementation=implementation)
+        return attention.attend_causal(q, k, v, rows, kernels=attention.Kernels(implementation))
 
     out = np.asarray(run(q, k, v))
     assert out.dtype == jnp.bfloat16
@@ -187,7 +186,8 @@ def test_cudnn_gets_rows_that_begin_at_0(cudnn_in_xla, is_right_padded, size, ha
     def run(q, k, v, sinks=None):
         visible = attention.causal(jnp.asarray(mask), is_right_padded=is_right_padded)
         scores = attention.Scores(window, sinks=sinks)
-        return attention.attend_causal(q, k, v, visible, scores=scores, implementation="cudnn")
+        kernels = attention.Kernels("cudnn")
+        return attention.attend_causal(q, k, v, visible, scores=scores, kernels=kernels)
 
     out, grads = with_gradients(run, args, mask)
     distance = np.arange(size)[:, None] - np.arange(size)
@@ -249,7 +249,8 @@ def test_cudnn_equals_the_einsum(has_sinks, window):
     scores = attention.Scores(window, sinks=SINKS if has_sinks else None)
     run = functools.partial(attention.attend_causal, *sequences(jnp.bfloat16), scores=scores)
     visible = attention.causal(jnp.asarray(MASK))
-    got, wanted = (run(visible, implementation=name)[MASK] for name in ("cudnn", "xla"))
+    kernels = map(attention.Kernels, ("cudnn", "xla"))
+    got, wanted = (run(visible, kernels=x)[MASK] for x in kernels)
     np.testing.assert_allclose(*(x.astype(np.float32) for x in (got, wanted)), atol=2e-2, rtol=2e-2)
 
 
@@ -267,8 +268,6 @@ def test_kernels_run_on_each_devices_part_of_a_mesh():
     out = run(q, k, v, MASK, sharding=sharding)
     wanted = attention.attend_causal(q, k, v, attention.causal(jnp.asarray(MASK)), scores=scores)
     np.testing.assert_allclose(out[MASK], wanted[MASK], atol=1e-5, rtol=1e-5)
-    with pytest.raises(ValueError, match="only slots and heads can be divided"):
-        run(q, k, v, MASK, sharding=jax.NamedSharding(mesh, jax.P(None, None, "model")))
 
 
 @pytest.fixture

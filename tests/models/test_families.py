@@ -30,7 +30,7 @@ from fake_models import (
 from safetensors.numpy import load_file
 
 from tba_jax.decoding.requests import SamplingSettings
-from tba_jax.models import classifier
+from tba_jax.models import transformer
 from tba_jax.models.hf import families, hf_weights
 
 MODELS = {
@@ -126,7 +126,7 @@ def test_scores_equal_those_of_transformers(name):
     width = golden["left_mask"].shape[1]
     plain = np.pad(golden["tokens"], ((0, 0), (0, width - golden["tokens"].shape[1])))
     tokens = np.concatenate([plain, golden["left_tokens"], golden["right_tokens"]])
-    score = jax.jit(classifier.classify, static_argnames=("config", "compute_dtype"))
+    score = jax.jit(transformer.classify, static_argnames=("config", "compute_dtype"))
     kwargs = {"config": config, "compute_dtype": jnp.float32}
     # The rows hold no pad tokens (0), so that this is also the mask that transformers guesses.
     scores = score(params, jnp.array(tokens), jnp.array(tokens != 0), **kwargs)

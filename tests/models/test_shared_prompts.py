@@ -90,13 +90,13 @@ def test_attention_behind_a_prompt_is_that_of_rows_of_their_own(monkeypatch, win
     scores = attention.Scores(window)
     plain = attention.attend_causal
 
-    def by_einsum(*args, implementation, **kwargs):
-        assert args[0].shape[:2] == (B * C, X + T) and implementation == "splash"
+    def by_einsum(*args, kernels, **kwargs):
+        assert args[0].shape[:2] == (B * C, X + T) and kernels.wanted == "splash"
         return plain(*args, **kwargs)
 
     def with_gradients(implementation):
         def run(*args):
-            rows, how = shared_prompts.Rows(mask, C), {"implementation": implementation}
+            rows, how = shared_prompts.Rows(mask, C), {"kernels": attention.Kernels(implementation)}
             out = shared_prompts.attend(*args, rows, scores=scores, **how)
             return jnp.where(is_valid[:, :, None, None, None], out, 0)
 

@@ -27,7 +27,7 @@ from tba_jax.models.transformer import abstract_params
 Pattern = tuple[LayerKind, ...]
 
 
-def _sizes(s: Settings, pattern: Pattern = ("full",)) -> Fields:
+def sizes(s: Settings, pattern: Pattern = ("full",)) -> Fields:
     """Return the fields that every architecture has; `pattern` as in `layers`."""
     hidden, heads = s("hidden_size", int), s("num_attention_heads", int)
     return {
@@ -51,7 +51,7 @@ def _biases(s: Settings) -> Fields:
 
 # --- Llama, and what its descendants share -----------------------------------
 def _llama(s: Settings) -> Fields:
-    return _sizes(s) | rotary(s) | _biases(s) | {"mlp_bias": s("mlp_bias", bool, False)}
+    return sizes(s) | rotary(s) | _biases(s) | {"mlp_bias": s("mlp_bias", bool, False)}
 
 
 _HEADS = ("(h e) d -> d h e", "(h e) -> h e")
@@ -96,12 +96,12 @@ _LLAMA = _trunk(_mlp(), norms=_PRE)
 
 # --- Mistral and OLMo 3 ------------------------------------------------------
 def _mistral(s: Settings) -> Fields:
-    return _sizes(s, ("window",)) | rotary(s)
+    return sizes(s, ("window",)) | rotary(s)
 
 
 def _olmo3(s: Settings) -> Fields:
     norms = {"norms": "post", "qk_norm": True, "qk_norm_is_whole": True}
-    fields = _sizes(s, ("window", "window", "window", "full")) | _biases(s) | norms
+    fields = sizes(s, ("window", "window", "window", "full")) | _biases(s) | norms
     return fields | rotary(s, window_theta="rope_theta")
 
 
@@ -115,12 +115,12 @@ _OLMO3 = _trunk(_mlp(), norms=_POST, norm_axes="(h e) -> h e")
 # --- Qwen --------------------------------------------------------------------
 def _qwen2(s: Settings) -> Fields:
     s.only(mlp_bias=False)
-    return _sizes(s) | rotary(s) | {"qkv_bias": True}
+    return sizes(s) | rotary(s) | {"qkv_bias": True}
 
 
 def _qwen3(s: Settings) -> Fields:
     s.only(mlp_bias=False)
-    return _sizes(s) | rotary(s) | _biases(s) | {"qk_norm": True}
+    return sizes(s) | rotary(s) | _biases(s) | {"qk_norm": True}
 
 
 def _experts(s: Settings, is_normalised: bool = True) -> Fields:
@@ -152,7 +152,7 @@ _EXPERTS = (_SEPARATE_EXPERTS, _FUSED_EXPERTS)
 
 def _qwen3_5(s: Settings) -> Fields:
     return {
-        **_sizes(s, ("delta", "delta", "delta", "full")),
+        **sizes(s, ("delta", "delta", "delta", "full")),
         **rotary(s, default_fraction=0.25),
         **_biases(s),
         **dict.fromkeys(("qk_norm", "norm_offset", "attention_gate"), True),
@@ -193,7 +193,7 @@ _SHARED = {
 def _gemma(s: Settings, pattern: Pattern) -> Fields:
     s.only(use_bidirectional_attention=False)
     return {
-        **_sizes(s, pattern),
+        **sizes(s, pattern),
         **_biases(s),
         **{"norms": "both", "norm_offset": True, "scaled_embeddings": True},
         "score_divisor": s.optional("query_pre_attn_scalar"),
@@ -234,7 +234,7 @@ _GEMMA = _trunk(_mlp(), norms=_BOTH)
 # --- gpt-oss -----------------------------------------------------------------
 def _gpt_oss(s: Settings) -> Fields:
     s.only(hidden_act="silu", swiglu_alpha=1.702, swiglu_limit=7.0)
-    fields = _sizes(s, ("window", "full")) | rotary(s) | _biases(s) | _experts(s)
+    fields = sizes(s, ("window", "full")) | rotary(s) | _biases(s) | _experts(s)
     traits = dict.fromkeys(("mlp_bias", "sinks", "router_bias"), True)
     return fields | {"activation": "clamped_swiglu", **traits}
 
@@ -268,7 +268,7 @@ def _gpt2(s: Settings) -> Fields:
     s.only(add_cross_attention=False, scale_attn_by_inverse_layer_idx=False)
     s.only(scale_attn_weights=True)
     biases = {"qkv_bias": True, "o_bias": True}
-    return _sizes(s) | {"positions": "learned"} | biases | _OLD_TRAITS
+    return sizes(s) | {"positions": "learned"} | biases | _OLD_TRAITS
 
 
 _GPT2_LAYER = {
@@ -291,7 +291,7 @@ _GPT2 = {
 
 def _gpt_neox(s: Settings) -> Fields:
     is_parallel = {"parallel_residual": s("use_parallel_residual", bool)}
-    fields = _sizes(s) | rotary(s, default_fraction=0.25) | _biases(s)
+    fields = sizes(s) | rotary(s, default_fraction=0.25) | _biases(s)
     return fields | is_parallel | _OLD_TRAITS
 
 
@@ -404,6 +404,12 @@ def language_model(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     return {**shared, **inner, "model_type": name, "architectures": classes}
 
 
+def settings(hf_config: Mapping[str, Any], defaults: Mapping[str, Any] | None = None) -> Settings:
+    """Return the settings of a config.json under their usual names."""
+    usual = {new: hf_config[old] for old, new in _NAMES.items() if old in hf_config}
+    return Settings({**hf_config, **usual}, defaults)
+
+
 def transformer_config(hf_config: Mapping[str, Any]) -> TransformerConfig:
     """Return the architecture for the contents of a Hugging Face config.json.
 
@@ -418,8 +424,7 @@ def transformer_config(hf_config: Mapping[str, Any]) -> TransformerConfig:
             "add a record to tba_jax/models/hf/families.py as docs/extend.md shows"
         )
     family = FAMILIES[name]
-    usual = {new: hf_config[old] for old, new in _NAMES.items() if old in hf_config}
-    s = Settings({**hf_config, **usual}, family.defaults)
+    s = settings(hf_config, family.defaults)
     s.only(is_encoder_decoder=False, use_sliding_window=False, pruned_heads={})
     method = s.get("quantization_config", {}).get("quant_method")
     if method not in (None, family.quantization):
@@ -444,8 +449,7 @@ def tensors(config: TransformerConfig, found: Collection[str] = ()) -> dict[str,
     family, abstract = FAMILIES[config.family], abstract_params(config)
     ends = {"score.weight": Rule("score"), family.head: Rule("unembed")}
     layouts = [
-        bind({**within(family.prefix, table), **ends}, abstract, config.layer_kinds)
-        for table in family.tensors
+        bind({**within(family.prefix, table), **ends}, abstract, config) for table in family.tensors
     ]
     return max(layouts, key=lambda layout: len(layout.keys() & {*found}))
 

@@ -149,10 +149,8 @@ def load(
         ValueError: as `open_folder` and `read`; or the files have an output matrix that is not the
             embedding to which config.json ties it. transformers would use this matrix.
     """
-    stored = {}
-    for name, tensor in open_folder(folder).items():
-        if (written := families.written_name(name, config)) is not None:
-            stored[written] = tensor
+    named = ((families.written_name(name, config), x) for name, x in open_folder(folder).items())
+    stored = {name: x for name, x in named if name is not None}
     tensors = families.tensors(config, stored)
     if config.tie_embeddings and not config.num_labels:
         head = stored.pop(families.FAMILIES[config.family].head, None)
@@ -216,9 +214,9 @@ def _check(stored: Mapping[str, Stored], tensors: Mapping[str, HFTensor], folder
             or stored[name].shape != tensors[name].shape
         ],
     }
-    more = {kind: len(names) - _SHOWN_NAMES for kind, names in kinds.items()}
     problems = [
-        f"{kind}: {', '.join(names[:_SHOWN_NAMES])}" + f", {more[kind]:,} more" * (more[kind] > 0)
+        f"{kind}: {', '.join(names[:_SHOWN_NAMES])}"
+        + f", {len(names) - _SHOWN_NAMES:,} more" * (len(names) > _SHOWN_NAMES)
         for kind, names in kinds.items()
         if names
     ]

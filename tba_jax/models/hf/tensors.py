@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tba_jax.models.architecture import LayerKind, has_leaf
+from tba_jax.models.architecture import TransformerConfig, has_leaf
 
 _AXES = re.compile(r"\(([^)]*)\)|(\S+)")  # merged axes in parentheses, or one axis
 
@@ -116,7 +116,7 @@ def _parse(pattern: str) -> _Axes:
 
 
 def bind(
-    table: Table, abstract: Mapping[str, Any], kinds: Sequence[LayerKind]
+    table: Table, abstract: Mapping[str, Any], config: TransformerConfig
 ) -> dict[str, HFTensor]:
     """Return the tensors of a model by name: those of a table whose leaves the model has.
 
@@ -124,7 +124,6 @@ def bind(
         table: names and layouts.
         abstract: the tree of parameters, of anything with a shape; its leaves of layers are under
             "layers", stacked on the first axis over the layers that have them.
-        kinds: kind of each layer.
     """
     out: dict[str, HFTensor] = {}
 
@@ -143,11 +142,10 @@ def bind(
     for name, rule in table.items():
         if "#" not in name:
             add(name, rule, abstract)
-    for i, kind in enumerate(kinds):
+    for i, kind in enumerate(config.layer_kinds):
         for name, rule in table.items():
             leaf = rule.leaves.split()[0]
             if "#" in name and has_leaf(kind, leaf):
-                # A stacked leaf has rows only for the layers with the leaf.
-                row = sum(has_leaf(earlier, leaf) for earlier in kinds[:i])
+                row = config.row(leaf, i)
                 add(name.replace("#", str(i)), rule, abstract["layers"], row)
     return out
