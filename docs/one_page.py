@@ -29,8 +29,7 @@ from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.flow.padding import left_pad
 from tba_jax.models import model as models
-from tba_jax.models.logprobs import row_token_logprobs
-from tba_jax.models.scoring import Scoring
+from tba_jax.models.logprobs import Scoring, row_token_logprobs
 from tba_jax.rewards.functions import imported
 from tba_jax.tasks.arithmetic import problem
 from tba_jax.train.groups import of_sums

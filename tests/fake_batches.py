@@ -17,7 +17,7 @@ from tba_jax.devices.placement import MESH_AXES
 from tba_jax.flow.layout import RowLayout
 from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Draw, Prompt
-from tba_jax.models.scoring import Scoring
+from tba_jax.models.logprobs import Scoring
 from tba_jax.settings import Schedule
 from tba_jax.train.objectives import make_objective
 from tba_jax.train.state import init_state, make_init_state, step_shardings

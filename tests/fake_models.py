@@ -15,8 +15,7 @@ from tba_jax.decoding.engine import Decoder
 from tba_jax.models import lora, transformer
 from tba_jax.models import model as models
 from tba_jax.models.hf import families, hf_weights
-from tba_jax.models.logprobs import row_token_logprobs
-from tba_jax.models.scoring import Scoring
+from tba_jax.models.logprobs import Scoring, row_token_logprobs
 from tba_jax.models.transformer import TransformerConfig
 
 GOLDEN = Path(__file__).parent / "golden"

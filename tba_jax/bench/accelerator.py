@@ -32,8 +32,7 @@ from tba_jax.bench.harness import SHAPES, Figures
 from tba_jax.commands.entry_point import make_parser
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.devices.platform import prepare_process
-from tba_jax.models.logprobs import row_token_logprobs
-from tba_jax.models.scoring import Scoring
+from tba_jax.models.logprobs import Scoring, row_token_logprobs
 from tba_jax.models.transformer import TransformerConfig, init_params
 from tba_jax.planning import roofline
 from tba_jax.report.files import flat

@@ -30,8 +30,8 @@ from tba_jax.bench import harness
 from tba_jax.bench.harness import SHAPES, Figures
 from tba_jax.commands.entry_point import make_parser
 from tba_jax.decoding.engine import Decoder, Session
-from tba_jax.decoding.keys import row_keys
 from tba_jax.decoding.requests import SamplingSettings
+from tba_jax.decoding.sampling import fold_in
 from tba_jax.devices.platform import platform_of
 from tba_jax.devices.site import any_device
 from tba_jax.models import transformer
@@ -123,7 +123,7 @@ def engine(job: Figures) -> Figures:
         """Submit all prompts at once; return (idle session, lengths of its responses)."""
         settings = SamplingSettings(max_new_tokens)
         session = decoder.session(weights, num_slots=num_slots)
-        keys = row_keys(jax.random.key(seed), num_rows).reshape(len(prompts), -1, 2)
+        keys = fold_in(jax.random.key(seed), np.arange(num_rows)).reshape(len(prompts), -1, 2)
         for prompt, own in zip(prompts, keys, strict=True):
             session.submit(prompt, own, settings)
         return session, [len(response.tokens) for response in session.run()]

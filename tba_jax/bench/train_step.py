@@ -37,7 +37,7 @@ from tba_jax.flow.layout import Batch, RowLayout
 from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
 from tba_jax.models import transformer
-from tba_jax.models.scoring import Scoring
+from tba_jax.models.logprobs import Scoring
 from tba_jax.planning import roofline
 from tba_jax.settings import Schedule
 from tba_jax.train.config import OptimizerSettings

@@ -48,8 +48,7 @@ def _generate(args: argparse.Namespace) -> dict:
 
     from tba_jax.commands.saved import decoding_site
     from tba_jax.decoding.engine import Decoder
-    from tba_jax.decoding.requests import SamplingSettings
-    from tba_jax.decoding.stop_strings import StopStrings
+    from tba_jax.decoding.requests import SamplingSettings, StopStrings
     from tba_jax.models import model as models
     from tba_jax.tasks.config import template_options
 

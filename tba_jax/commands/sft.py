@@ -39,7 +39,7 @@ from tba_jax.flow.trajectory import Draw, Prompt, Trajectory
 from tba_jax.models import lora
 from tba_jax.models import model as models
 from tba_jax.models.hf import hf_weights
-from tba_jax.models.scoring import Scoring
+from tba_jax.models.logprobs import Scoring
 from tba_jax.settings import ConfigError, Schedule
 from tba_jax.tasks.examples import Example, read_examples
 from tba_jax.tasks.rows import has_split

@@ -31,9 +31,9 @@ import jax
 import numpy as np
 from jaxtyping import Array
 
-from tba_jax.decoding.keys import row_keys
 from tba_jax.decoding.programs import Caches, Programs, Slots, empty_slots
 from tba_jax.decoding.requests import Response, SamplingSettings, Statistics
+from tba_jax.decoding.sampling import fold_in
 from tba_jax.models.transformer import Params
 
 
@@ -127,16 +127,26 @@ class Session:
         """Queue one prompt; return the number of the request, counted from 0.
 
         Args:
-            prompt: token ids, at least one.
+            prompt: token ids of the model, at least one.
             keys: uint32 [S 2], threefry key data of each sample.
             settings: settings of the sampling.
             temperatures: float [S], one for each sample; None: `settings.temperature`.
 
         Raises:
-            ValueError: the prompt is empty or too long, or has an id outside the vocabulary.
+            ValueError: the prompt is empty or too long.
         """
-        index, prompt = self._num_submitted, np.asarray(prompt)
-        self._check(prompt, settings, index)
+        index, prompt, most = self._num_submitted, np.asarray(prompt), self.decoder.max_length
+        if len(prompt) == 0:
+            raise ValueError(
+                f"decode() got an empty prompt (row {index}); give at least one token, such as "
+                "the beginning-of-sequence token"
+            )
+        if len(prompt) + settings.max_new_tokens > most:
+            raise ValueError(
+                f"decode() got a prompt of {len(prompt)} tokens (row {index}) and max_new_tokens "
+                f"= {settings.max_new_tokens}; the cache holds {most}. Shorten one "
+                "of them, or make the decoder with a larger max_length"
+            )
         if temperatures is None:
             temperatures = np.full(len(keys), settings.temperature, np.float32)
         for sample, (key, temperature) in enumerate(zip(keys, temperatures, strict=True)):
@@ -145,26 +155,6 @@ class Session:
         self._num_submitted += 1
         self._num_unfinished += len(keys)
         return index
-
-    def _check(self, prompt: np.ndarray, settings: SamplingSettings, index: int) -> None:
-        decoder, size = self.decoder, self.decoder.config.vocab_size
-        if len(prompt) == 0:
-            raise ValueError(
-                f"decode() got an empty prompt (row {index}); give at least one token, such as "
-                "the beginning-of-sequence token"
-            )
-        if len(prompt) + settings.max_new_tokens > decoder.max_length:
-            raise ValueError(
-                f"decode() got a prompt of {len(prompt)} tokens (row {index}) and max_new_tokens "
-                f"= {settings.max_new_tokens}; the cache holds {decoder.max_length}. Shorten one "
-                "of them, or make the decoder with a larger max_length"
-            )
-        if prompt.min() < 0 or prompt.max() >= size:
-            bad = int(prompt[(prompt < 0) | (prompt >= size)][0])
-            raise ValueError(
-                f"decode() got token id {bad} in the prompt of row {index}; the model has ids 0 "
-                f"to {size - 1}. Use the tokenizer that belongs to the model"
-            )
 
     def cancel(self, request: int) -> None:
         """Drop the unfinished samples of a request; other requests get its slots."""
@@ -176,7 +166,7 @@ class Session:
 
     def unfinished(self, request: int) -> dict[int, tuple[np.ndarray, np.ndarray]]:
         """Return sample -> (tokens, log-probs) so far, for samples of a request that have slots."""
-        own = [s for s in self._samples if s is not None and s.response.request == request]
+        own = (s for s in self._samples if s and s.response.request == request)
         begun = [sample.so_far() for sample in own if sample.num_tokens]
         return {y.sample: (y.tokens, y.token_logprobs) for y in begun}
 
@@ -236,19 +226,17 @@ class Session:
         A cached prefix is not read again. The pieces of all prompts have one width: the smallest
         one that the rest of the first prompt fits into, or the largest.
         """
-        pieces, first, width, size = self.decoder.pieces, self._num_kept, 0, 1
+        pieces, first, width = self.decoder.pieces, self._num_kept, 0
         lefts, prefixes, num_samples = list[np.ndarray](), list[tuple[int, int]](), 0
         for _, group in itertools.groupby(self._queue, key=lambda s: s.response.request):
-            if len(lefts) == size or num_samples >= most:
-                break
             samples = list(group)
             prompt = samples[0].prompt[:-1]
-            text = _text(prompt)
-            prefix = max(filter(text.startswith, self._kept), key=len, default=b"")
+            prefix = max(filter(_text(prompt).startswith, self._kept), key=len, default=b"")
             left = prompt[len(prefix) // prompt.itemsize :]
             if not lefts:
                 width = next((n for n in pieces if len(left) <= n), max(pieces))
-                size = pieces[width]
+            elif len(lefts) == pieces[width] or num_samples >= most:
+                break
             elif len(left) > width < max(pieces):
                 break
             for sample in samples:
@@ -257,6 +245,7 @@ class Session:
             num_samples += len(samples)
             prefixes.append((self._kept.pop(prefix, 0), len(prompt) - len(left)))
             lefts.append(left)
+        size = pieces[width]
         lengths, at = np.zeros(size, np.int32), np.zeros((2, size), np.int32)
         lengths[: len(lefts)] = [len(left) for left in lefts]
         at[:, : len(lefts)] = np.transpose(prefixes)
@@ -288,7 +277,6 @@ class Session:
                 max_new_tokens=settings.max_new_tokens,
                 stop_ids=[*ids, *[-1] * (self.decoder.num_stop_ids - len(ids))],
             )
-        new = new._replace(number=self._slots.number[slot] + 1)
         for part, value in zip(self._slots, new, strict=True):
             part[slot] = value
         self._samples[slot] = sample
@@ -300,6 +288,7 @@ class Session:
         # The device may read an array of the host after this call, so it gets a copy. A separate
         # transfer would give up the interpreter lock, and wait for it, once per array.
         slots = jax.tree.map(np.copy, self._slots)
+        self._slots.is_new[:] = False
         drawn, self._history, self._progress = self.decoder.run_chunk(
             self._weights, self._history, slots, self._progress
         )
@@ -381,19 +370,16 @@ class Decoder(Programs):
             prompts: p rows of token ids, each at least one token long.
             num_samples: S, number of responses to each prompt.
             key: JAX PRNG key, from which sample j of prompt i uses fold_in(key, i * S + j). Or the
-                key data of each sample, uint32 [p S 2] (`row_keys`).
+                key data of each sample, uint32 [p S 2].
             settings: settings of the sampling.
             num_slots: responses decoded at a time; None: all.
 
         Raises:
             ValueError: a prompt or a setting is invalid.
         """
-        for name, value in (("number of prompts", len(prompts)), ("num_samples", num_samples)):
-            if value < 1:
-                raise ValueError(f"decode() got {name} = {value}; wanted at least 1")
         p, size = len(prompts), len(prompts) * num_samples
         session = self.session(params, num_slots=min(size, num_slots or size))
-        keys = key if isinstance(key, np.ndarray) else row_keys(key, size)
+        keys = key if isinstance(key, np.ndarray) else fold_in(key, np.arange(size))
         for prompt, own in zip(prompts, keys.reshape(p, num_samples, 2), strict=True):
             session.submit(prompt, own, settings)
         found = sorted(session.run(), key=lambda y: (y.request, y.sample))

@@ -19,10 +19,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Bool, Float, Int
 
-from tba_jax.decoding.requests import MAX_STOP_IDS
+from tba_jax.decoding.requests import MAX_STOP_IDS, StopStrings
 from tba_jax.decoding.sampling import random_bits, sample_tokens
 from tba_jax.decoding.shardings import cache_sharding
-from tba_jax.decoding.stop_strings import StopStrings
 from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.models import attention, delta, kv_cache, transformer
 from tba_jax.models.architecture import LayerKind
@@ -44,7 +43,7 @@ class Slots(NamedTuple):
     The default of a field is its value in an empty slot, with the dtype of the field.
 
     Attributes:
-        number: [n], number of the assignment; a slot with a new number starts again.
+        is_new: [n], whether the response was assigned after the previous chunk.
         first: [n], last token of the prompt, which the model reads first.
         start: [n], position of `first`.
         keys: [n 2], threefry key data of the response.
@@ -53,7 +52,7 @@ class Slots(NamedTuple):
         stop_ids: [n q], tokens that end the response, padded with -1.
     """
 
-    number: Any = np.int32(0)
+    is_new: Any = np.bool_(True)
     first: Any = np.int32(0)
     start: Any = np.int32(0)
     keys: Any = np.zeros(2, np.uint32)
@@ -69,12 +68,10 @@ class Progress(NamedTuple):
     """Progress of the responses in n slots, which stays on the device.
 
     Attributes:
-        number: [n], number of the assignment.
         last: [n], the next token that the model reads.
         count: [n], number of tokens of the response so far.
     """
 
-    number: Any = np.int32(0)
     last: Any = np.int32(0)
     count: Any = np.int32(0)
 
@@ -174,8 +171,7 @@ class Programs:
     def where(self, weights: Params) -> Sharding:
         """Return the sharding of arrays that are whole on each device of the weights."""
         found = self.cache_sharding or jax.tree.leaves(weights)[0].sharding
-        is_mesh = isinstance(found, NamedSharding)
-        return NamedSharding(found.mesh, PartitionSpec()) if is_mesh else found
+        return found.update(spec=PartitionSpec()) if isinstance(found, NamedSharding) else found
 
     def abstract_cache(self, num_rows: int, where: Sharding | None = None) -> Caches:
         """Return shapes of caches, with `cache_sharding`; without it, with the sharding `where`."""
@@ -222,21 +218,20 @@ class Programs:
 
             before = jax.tree.map(prefix, pool)
 
-        def attend(q: Array, k: Array, v: Array, scores: attention.Scores, before: Any) -> Any:
+        def attend(q: Array, k: Array, v: Array, scores: attention.Scores, cache: Any) -> Any:
             new = KVCache(jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2))
-            if before is None:
+            if cache is None:
                 kernels = self._kernels
                 out = attention.attend_causal(q, k, v, visible, scores=scores, kernels=kernels)
                 return out, new
             begin = positions[:, 0]
-            cache = KVCache(*(_appended(*x, begin, lengths) for x in zip(before, new, strict=True)))
+            cache = KVCache(*(_appended(*x, begin, lengths) for x in zip(cache, new, strict=True)))
             seen = cache.seen(begin + lengths, positions, scores.window)
             keys, values = (jnp.swapaxes(part, 1, 2) for part in cache)
-            bias = jnp.where(seen, 0.0, attention.MASKED)
-            return attention.attend(q, keys, values, bias, scores), cache
+            return attention.attend(q, keys, values, seen, scores), cache
 
-        def mix(x: delta.Inputs, before: Any) -> tuple[Array, State]:
-            return delta.mix(x, visible, before, ends=lengths)
+        def mix(x: delta.Inputs, cache: Any) -> tuple[Array, State]:
+            return delta.mix(x, visible, cache, ends=lengths)
 
         ropes = transformer.rotary(positions, self.config)
         read = self._run_layers(weights, tokens, positions, ropes, attend, mix, before)[1]
@@ -291,9 +286,8 @@ class Programs:
             slots: responses in the slots.
             progress: progress after the previous chunk.
         """
-        fresh = Progress(slots.number, slots.first, jnp.zeros_like(slots.first))
-        is_old = slots.number == progress.number
-        progress = jax.tree.map(lambda old, new: jnp.where(is_old, old, new), progress, fresh)
+        fresh = Progress(slots.first, jnp.zeros_like(slots.first))
+        progress = jax.tree.map(functools.partial(jnp.where, slots.is_new), fresh, progress)
         num_steps, num_slots, before = self.chunk_steps, len(slots.first), progress.count
         start = slots.start + before  # position of the token that each slot reads first
         steps = jnp.arange(num_steps, dtype=jnp.int32)[:, None]
@@ -306,15 +300,15 @@ class Programs:
             is_live = now.is_live(slots)
             visible = attention.causal(is_live[:, None], is_right_padded=True)
 
-            def attend(q: Array, k: Array, v: Array, scores: attention.Scores, caches: Any) -> Any:
-                history, recent = caches
+            def attend(q: Array, k: Array, v: Array, scores: attention.Scores, cache: Any) -> Any:
+                history, recent = cache
                 return attention.attend_cached(q, k, v, history, start, recent, step, scores)
 
-            def mix(x: delta.Inputs, caches: Any) -> tuple[Array, State]:
+            def mix(x: delta.Inputs, cache: Any) -> tuple[Array, State]:
                 columns = {name: getattr(x, name)[:, None] for name in ("qkv", "decay", "rate")}
                 # Slots whose response has ended have no token, and keep their state.
                 ends = is_live.astype(jnp.int32)
-                out, state = delta.mix(x._replace(**columns), visible, caches[1], ends)
+                out, state = delta.mix(x._replace(**columns), visible, cache[1], ends)
                 return out[:, 0], state
 
             rope, words = jax.tree.map(lambda x: x[step], (ropes, bits))
@@ -332,7 +326,7 @@ class Programs:
             tokens = tokens.at[step].set(jnp.where(is_live, drawn, self.pad_id))
             logprobs = logprobs.at[step].set(jnp.where(is_live, logprob, 0))
             last = jnp.where(is_live, drawn, now.last)
-            progress = Progress(now.number, last, now.count + is_live)
+            progress = Progress(last, now.count + is_live)
             return step + 1, progress, tokens, logprobs, recent
 
         empty = kv_cache.empty_layers(self.config, num_slots, num_steps, self.compute_dtype)
@@ -370,8 +364,8 @@ class Programs:
 
         Args:
             ropes: rotary angles of each kind of layer.
-            attend: (q, k, v, scores, cache before) -> (output, cache).
-            mix: (inputs of the delta rule, state before) -> (output, state).
+            attend: (q, k, v, scores, cache=cache before) -> (output, cache).
+            mix: (inputs of the delta rule, cache=state before) -> (output, state).
             caches: cache of each layer before these tokens.
         """
         config, found = self.config, []
@@ -379,13 +373,9 @@ class Programs:
         # An inner jit traces each kind of layer once; XLA inlines it.
         @functools.partial(jax.jit, static_argnames="kind")
         def run(params: Params, x: Array, angles: Any, cache: Any, kind: LayerKind) -> Any:
-            def use(*inputs: Any) -> Any:
-                if kind == "delta":
-                    return mix(*inputs, cache)
-                *qkv, sinks = inputs
-                return attend(*qkv, transformer.scores_of(kind, config, sinks), cache)
-
-            return transformer.run_layer(params, x, angles, use, config=config, mesh=self._mesh)
+            use = functools.partial(mix if kind == "delta" else attend, cache=cache)
+            how: Any = {"config": config, "mesh": self._mesh}
+            return transformer.run_layer(kind, params, x, angles, use, **how)
 
         x = transformer.embed(weights, tokens, positions, **self._precision)
         for params, kind, cache in zip(weights["layers"], config.layer_kinds, caches, strict=True):

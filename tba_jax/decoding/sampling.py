@@ -19,7 +19,8 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float32, Int32, UInt32
+import numpy as np
+from jaxtyping import Array, Float32, Int32, Integer, UInt32
 
 # Integer mass of one level. Rounding adds at most half a unit per entry, and the float32 shares of
 # n entries sum to 1 within n / 2^24: cumulative sums stay below 2^31 up to 7,000 entries a level.
@@ -27,6 +28,40 @@ _FULL = 2**31 - 2**20
 
 # Weights lie in [0, 1]. The float32 bit patterns of such values have 30 bits and the same order.
 _WEIGHT_BITS = 30
+
+# Constants of threefry.
+_ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
+_PARITY = np.uint32(0x1BD11BDA)
+
+
+def fold_in(
+    key: Array | UInt32[np.ndarray, "2"], numbers: int | Integer[np.ndarray, " n"]
+) -> UInt32[np.ndarray, "*n 2"]:
+    """Return key data of `jax.random.fold_in(key, number)`, for one number or several, bit for bit.
+
+    The host computes the keys: a searcher needs a few per prompt while its device is busy, and
+    launching a program would take longer.
+
+    Args:
+        key: JAX PRNG key, or its key data.
+        numbers: integers from 0 to 2**32 - 1.
+
+    References:
+        Threefry-2x32 with 20 rounds, Salmon et al., 2011.
+    """
+    first, second = key if isinstance(key, np.ndarray) else np.asarray(jax.random.key_data(key))
+    low = np.asarray(numbers).astype(np.uint32)
+    keys = (first, second, first ^ second ^ _PARITY)
+    with np.errstate(over="ignore"):  # sums are modulo 2**32
+        x, y = np.zeros_like(low) + keys[0], low + keys[1]
+        for i in range(5):
+            for turns in _ROTATIONS[i % 2]:
+                x = x + y
+                y = (y << np.uint32(turns)) | (y >> np.uint32(32 - turns))
+                y = x ^ y
+            x = x + keys[(i + 1) % 3]
+            y = y + keys[(i + 2) % 3] + np.uint32(i + 1)
+    return np.stack([x, y], axis=-1)
 
 
 def random_bits(
@@ -46,8 +81,8 @@ def random_bits(
     """
     keys = jax.random.wrap_key_data(row_keys, impl="threefry2x32")
     steps = first_step[None] + jnp.arange(num_steps, dtype=jnp.int32)[:, None]
-    fold_in = jax.vmap(jax.vmap(jax.random.fold_in), in_axes=(None, 0))
-    return jax.random.key_data(fold_in(keys, steps))
+    folded = jax.vmap(jax.vmap(jax.random.fold_in), in_axes=(None, 0))(keys, steps)
+    return jax.random.key_data(folded)
 
 
 def sample_tokens(

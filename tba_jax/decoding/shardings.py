@@ -5,12 +5,13 @@ import math
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from tba_jax.devices.sharding import AXIS_RULES, placed_shapes, tree_shardings
 from tba_jax.models import quantized, transformer
-from tba_jax.models.architecture import LayerKind, has_leaf
+from tba_jax.models.architecture import has_leaf
 from tba_jax.models.quantized import Quantization
+from tba_jax.models.shardings import on_mesh
 from tba_jax.models.transformer import Params, TransformerConfig
 
 
@@ -28,41 +29,29 @@ def weight_shardings(
     axes, shapes = transformer.param_axes(config), transformer.abstract_params(config)
     found = tree_shardings(axes, shapes, mesh)
 
-    def of_layer(kind: LayerKind) -> dict[str, NamedSharding]:
-        specs = dict[str, tuple[Any, ...]]()
-        for name, where in found["layers"].items():
-            if not has_leaf(kind, name):
-                continue
-            # In matrices, heads and head_dim are merged; whole heads divide the merged axis.
-            merged = "head_dim" if name in quantized.MATRICES else ""
-            parts = zip(axes["layers"][name][1:], where.spec[1:], strict=True)
-            specs[name] = spec = tuple(part for axis, part in parts if axis != merged)
-            if name in quantized.MATRICES and quantization != "none":
-                specs[quantized.scale_name(name)] = (*spec[:-2], spec[-1])
-        return {name: NamedSharding(mesh, PartitionSpec(*spec)) for name, spec in specs.items()}
-
-    return {**found, "layers": tuple(of_layer(kind) for kind in config.layer_kinds)}
+    specs = dict[str, tuple[Any, ...]]()
+    for name, where in found["layers"].items():
+        # In matrices, heads and head_dim are merged; whole heads divide the merged axis.
+        merged = "head_dim" if name in quantized.MATRICES else ""
+        parts = zip(axes["layers"][name][1:], where.spec[1:], strict=True)
+        specs[name] = spec = tuple(part for axis, part in parts if axis != merged)
+        if name in quantized.MATRICES and quantization != "none":
+            specs[quantized.scale_name(name)] = (*spec[:-2], spec[-1])
+    every = {name: NamedSharding(mesh, PartitionSpec(*spec)) for name, spec in specs.items()}
+    layers = ({x: every[x] for x in every if has_leaf(kind, x)} for kind in config.layer_kinds)
+    return {**found, "layers": tuple(layers)}
 
 
 def abstract_weights(
-    config: TransformerConfig,
-    dtype: Any,
-    where: Mesh | Sharding,
-    quantization: Quantization = "none",
+    config: TransformerConfig, dtype: Any, mesh: Mesh, quantization: Quantization = "none"
 ) -> Params:
-    """Return weights in the decoder's layout as ShapeDtypeStructs with shardings.
-
-    Args:
-        where: a mesh, divided as by `weight_shardings`; or one sharding for all weights.
-    """
+    """Return weights in the decoder's layout as ShapeDtypeStructs, on the devices of a mesh."""
 
     def arranged(params: Params) -> Params:
         return quantized.quantize(transformer.unstack_layers(params, config), quantization)
 
     shapes = jax.eval_shape(arranged, transformer.abstract_params(config, dtype))
-    if isinstance(where, Mesh):
-        return placed_shapes(shapes, weight_shardings(config, where, quantization))
-    return placed_shapes(shapes, jax.tree.map(lambda _: where, shapes))
+    return placed_shapes(shapes, on_mesh(mesh, weight_shardings(config, mesh, quantization)))
 
 
 def cache_sharding(config: TransformerConfig, mesh: Mesh) -> NamedSharding:

@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tba_jax.decoding.keys import fold_in
 from tba_jax.decoding.requests import Response, SamplingSettings
+from tba_jax.decoding.sampling import fold_in
 from tba_jax.environments.adapters import BASE_URL, ERROR
 from tba_jax.flow.trajectory import FinishReason, Prompt, paths_of
 from tba_jax.rewards.scores import Score

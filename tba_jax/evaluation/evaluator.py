@@ -17,8 +17,8 @@ import jax
 import numpy as np
 
 from tba_jax.decoding.engine import Decoder
-from tba_jax.decoding.keys import fold_in
 from tba_jax.decoding.requests import SamplingSettings
+from tba_jax.decoding.sampling import fold_in
 from tba_jax.environments.episodes import EnvironmentPool, open_session
 from tba_jax.flow.tickets import EvaluationShard, EvaluationTicket
 from tba_jax.flow.trajectory import Prompt

@@ -23,7 +23,7 @@ from tba_jax.evaluation.evaluator import Measure, Responses
 from tba_jax.flow.padding import Padding, bucket_length, left_pad
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models import transformer
-from tba_jax.models.scoring import Scoring
+from tba_jax.models.logprobs import Scoring
 from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import Params, TransformerConfig

@@ -93,7 +93,7 @@ class TransformerConfig:
         rope_scaling: method of context extension; None: no extension.
         qkv_bias: whether query, key and value projections have a bias.
         o_bias: whether the output projection of attention has a bias.
-        mlp_bias: whether the matrices of the MLP have a bias.
+        mlp_bias: whether the matrices of the MLP, or of experts and router, have a bias.
         qk_norm: whether queries and keys pass an RMSNorm per head before rotation (Qwen3).
         qk_norm_is_whole: whether the norm of queries and keys spans all heads (OLMo).
         activation: activation of the MLP. `gelu` is exact, and `gelu_tanh` its usual approximation.
@@ -126,7 +126,6 @@ class TransformerConfig:
         num_experts: E; an MLP is the weighted sum of a token's best experts. 0: a dense MLP.
         experts_per_token: number of experts that compute each token.
         normalised_experts: whether the weights of the chosen experts sum to 1.
-        router_bias: whether the matrix that scores experts has a bias.
         shared_size: inner width of a dense MLP that every token passes in addition to its experts;
             the sigmoid of a projection multiplies the output. 0: no such MLP.
         attention: implementation of attention: auto, chosen by platform and dtype; xla,
@@ -179,7 +178,6 @@ class TransformerConfig:
     num_experts: int = 0
     experts_per_token: int = 0
     normalised_experts: bool = False
-    router_bias: bool = False
     shared_size: int = 0
     attention: Literal["auto", "xla"] = "auto"
 

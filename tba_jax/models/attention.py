@@ -14,11 +14,11 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
-from jaxtyping import Array, Bool, Float, Float32, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from tba_jax.devices.platform import Platform
 from tba_jax.models import cudnn_attention as cudnn
-from tba_jax.models.kv_cache import KVCache, cache_axes
+from tba_jax.models.kv_cache import KVCache
 
 MASKED = -1e30  # finite, so that a row with no valid key gives a uniform softmax and not nan
 NO_TOKEN = -1e15
@@ -114,7 +114,7 @@ def _divides_heads_alike(sharding: NamedSharding | None) -> bool:
     """
     if sharding is None:
         return True
-    _, heads = cache_axes(sharding)
+    _, heads, *_ = (*sharding.spec, None, None)
     # A decoder's mesh may divide the axis `model` into two (`decoding.shardings.cache_sharding`).
     sizes = dict(sharding.mesh.shape)
     parts = math.prod(size for axis, size in sizes.items() if axis.startswith("model"))
@@ -219,33 +219,29 @@ def attend_causal(
         from tba_jax.models import splash
 
         return splash.attend(q, k, v, visible, scores, kernels.sharding)
-    return attend(q, k, v, causal_bias(visible, scores.window), scores)
-
-
-def causal_bias(visible: Visible, window: int | None = None) -> Float32[Array, "b s s"]:
-    """Return 0 for visible keys (valid positions up to the query's own), MASKED elsewhere."""
-    return jnp.where(visible.seen(window), 0.0, MASKED)
+    return attend(q, k, v, visible.seen(scores.window), scores)
 
 
 def attend(
     q: Float[Array, "b s g r e"],
     k: Float[Array, "b c g e"],
     v: Float[Array, "b c g e"],
-    bias: Float32[Array, "b s c"],
+    seen: Bool[Array, "b s c"],
     scores: Scores = PLAIN,
 ) -> Float[Array, "b s g r e"]:
-    """Return softmax attention with any additive bias, by einsum.
+    """Return softmax attention with any visibility, by einsum.
 
     Args:
         q, k, v: q and k rotated.
-        bias: added to scores.
-        scores: cap and sinks of the scores; `bias` contains the window.
+        seen: whether each query sees each key, which contains the window.
+        scores: cap and sinks of the scores.
     """
     (b, s, g, r, e), c = q.shape, k.shape[1]
     # Heads before queries: with another order, XLA:CPU transposes the scores, the largest array.
     k, v, rows = jnp.swapaxes(k, 1, 2), jnp.swapaxes(v, 1, 2), jnp.transpose(q, (0, 2, 3, 1, 4))
     found = score(rows.reshape(b, g, r * s, e), k, scores.cap).reshape(b, g, r, s, c)
-    weights = softmax((found + bias[:, None, None],), scores.sinks_like((b, g, r, s), (1, 2)))[0]
+    found = found + jnp.where(seen, 0.0, MASKED)[:, None, None]
+    weights = softmax((found,), scores.sinks_like((b, g, r, s), (1, 2)))[0]
     out = average(weights.reshape(b, g, r * s, c), v, v.dtype).reshape(b, g, r, s, e)
     return jnp.transpose(out.astype(q.dtype), (0, 3, 1, 2, 4))
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from tba_jax.models import delta, experts, rope
+from tba_jax.models import attention, delta, experts, rope
 from tba_jax.models.architecture import (
     ACTIVATIONS,
     LayerKind,
@@ -25,7 +25,7 @@ from tba_jax.models.architecture import (
 
 Rope = rope.Rope | None  # None: learned positions, which are in the residual stream already
 Attend = Callable[..., tuple[Array, Any]]
-"""(queries [*b g r e], keys [*b g e], values [*b g e], sinks [g r] or None) -> (output [*b g r e],
+"""(queries [*b g r e], keys [*b g e], values [*b g e], `attention.Scores`) -> (output [*b g r e],
 anything); queries and keys are rotated. In delta layers: (`delta.Inputs`) -> (output [*b h r f],
 anything)."""
 
@@ -134,7 +134,7 @@ def layer_leaves(config: TransformerConfig, kind: LayerKind) -> dict[str, Leaf]:
         add("embed routes", d, router=True)
         add("experts embed mlp", d, expert_gate=has_gate, expert_up=True)
         add("experts mlp embed", f * depth, expert_down=True)
-        add("routes", router_bias=config.router_bias)
+        add("routes", router_bias=has_bias)
         add("experts mlp", expert_gate_bias=has_bias and has_gate, expert_up_bias=has_bias)
         add("experts embed", expert_down_bias=has_bias)
     if dense := config.shared_size if config.num_experts else f:
@@ -208,7 +208,8 @@ class Block(nnx.Module):
             q = q * math.sqrt(e / config.score_divisor)
         sinks = self._leaf("sinks").reshape(g, h // g) if config.sinks else None
         # Group the queries of one key/value head instead of repeating keys and values.
-        out, extra = attend(q.reshape(*q.shape[:-2], g, h // g, e), k, v, sinks)
+        scores = scores_of(self.kind, config, sinks)
+        out, extra = attend(q.reshape(*q.shape[:-2], g, h // g, e), k, v, scores)
         out = out.reshape(*q.shape[:-2], h * e)
         if config.attention_gate:
             out = out * jax.nn.sigmoid(self._linear("q_gate", y, False, (h * e,)))
@@ -318,6 +319,14 @@ def _delta_shapes(config: TransformerConfig) -> dict[str, tuple[int, int]]:
     """Return (heads, size) of queries, keys and values of a delta layer."""
     keys = (config.delta_key_heads, config.delta_key_dim)
     return {"q": keys, "k": keys, "v": (config.delta_value_heads, config.delta_value_dim)}
+
+
+def scores_of(
+    kind: LayerKind, config: TransformerConfig, sinks: Float[Array, "g r"] | None
+) -> attention.Scores:
+    """Return the treatment of scores in a layer of this kind."""
+    window = config.window if kind == "window" else None
+    return attention.Scores(window, config.attention_cap, sinks)
 
 
 def norm_names(config: TransformerConfig) -> tuple[str, ...]:

@@ -58,11 +58,8 @@ def attend(
         options = {"mask": seen[:, None]}
     else:
         length = jnp.maximum(jnp.sum(mask, axis=1, dtype=jnp.int32), 1) + before
-        options = {
-            "query_seq_lengths": length,
-            "key_value_seq_lengths": length,
-            "local_window_size": None if window is None else (window - 1, 0),
-        }
+        options = dict.fromkeys(("query_seq_lengths", "key_value_seq_lengths"), length)
+        options["local_window_size"] = None if window is None else (window - 1, 0)
     out = jax.nn.dot_product_attention(
         *_with_sinks(q, k, v, sinks),
         scale=e**-0.5,

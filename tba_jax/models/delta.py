@@ -67,22 +67,16 @@ def mix(
     decay, rate = (jnp.where(valid, y, 0) for y in (x.decay, x.rate))
     r = decay.shape[-1]
     wide = jnp.promote_types(jnp.float32, rows.dtype)
-    before = jnp.zeros((b, h, x.taps.shape[-1] - 1, w), wide) if state is None else state.inputs
-    extended = jnp.concatenate([jnp.swapaxes(before, 1, 2), rows.astype(wide)], axis=1)
+    if state is None:
+        memory = jnp.zeros((b, h, r, k, (w - 2 * k) // r), wide)
+        state = State(memory, jnp.zeros((b, h, x.taps.shape[-1] - 1, w), wide))
+    extended = jnp.concatenate([jnp.swapaxes(state.inputs, 1, 2), rows.astype(wide)], axis=1)
     mixed = jax.nn.silu(_convolved(extended, x.taps.astype(wide), visible))
     q, keys, values = jnp.split(mixed, (k, 2 * k), axis=-1)
-    memory = None if state is None else state.memory
-    out, memory = _delta_rule(
-        _unit(q) * k**-0.5,
-        _unit(keys),
-        values.reshape(b, s, h, r, -1),
-        decay,
-        rate,
-        visible,
-        memory,
-    )
+    q, keys, values = _unit(q) * k**-0.5, _unit(keys), values.reshape(b, s, h, r, -1)
+    out, memory = _delta_rule(q, keys, values, decay, rate, visible, state.memory)
     ends = jnp.full((b,), s) if ends is None else ends
-    last = ends[:, None] + jnp.arange(before.shape[2])[None]
+    last = ends[:, None] + jnp.arange(state.inputs.shape[2])[None]
     inputs = jnp.take_along_axis(extended, last[:, :, None, None], axis=1)
     return out.astype(x.qkv.dtype), State(memory, jnp.swapaxes(inputs, 1, 2))
 
@@ -173,10 +167,10 @@ def _delta_rule(
     decay: Float[Array, "b s h r"],
     rate: Float[Array, "b s h r"],
     visible: Visible,
-    memory: Float32[Array, "b h r k f"] | None,
+    memory: Float32[Array, "b h r k f"],
 ) -> tuple[Float[Array, "b s h r f"], Float32[Array, "b h r k f"]]:
     """Return (output of every token, state after each row)."""
-    (b, s, h, k), (r, f) = q.shape, values.shape[-2:]
+    (b, s, h, _), (r, f) = q.shape, values.shape[-2:]
     c = min(CHUNK, 1 << (s - 1).bit_length())
     of = _chunks(visible, c)
 
@@ -205,8 +199,6 @@ def _delta_rule(
         return _product(inverse, scaled * factor), q * factor, factor
 
     starts = tuple(map(from_state, of.starts))
-    if memory is None:
-        memory = jnp.zeros((b, h, r, k, f), new.dtype)
     states = (memory.astype(new.dtype),) * len(starts)
     chunks = (new, own, keys, pairs, starts, of.prompt_end)
     if keys.shape[1] == 1:

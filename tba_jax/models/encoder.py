@@ -136,16 +136,14 @@ def classify(
     params: Params,
     tokens: Int[Array, "b s"],
     mask: Bool[Array, "b s"],
-    *,
-    config: EncoderConfig,
-    compute_dtype: Any,
+    **options: Any,
 ) -> Float32[Array, "b n"]:
     """Return logits of the classes (`config.labels`), from the first valid token, `<s>`.
 
     Arguments as in `encode`. Rows may be padded on either side; transformers reads the first
     position instead, which is padding if a row is left-padded.
     """
-    hidden = encode(params, tokens, mask, config=config, compute_dtype=compute_dtype)
+    hidden = encode(params, tokens, mask, **options)
     first = jnp.argmax(mask, axis=1)  # 0 for a row without valid tokens
     x = jnp.take_along_axis(hidden, first[:, None, None], axis=1)[:, 0]
     x = jnp.tanh(_linear(params, "head", x)).astype(jnp.float32)
@@ -157,16 +155,14 @@ def embed_sentences(
     params: Params,
     tokens: Int[Array, "b s"],
     mask: Bool[Array, "b s"],
-    *,
-    config: EncoderConfig,
-    compute_dtype: Any,
+    **options: Any,
 ) -> Float32[Array, "b d"]:
     """Return the mean hidden state of each row's valid tokens, scaled to length 1.
 
     Arguments as in `encode`; a row without valid tokens gives zeros. This is the pooling of
     all-MiniLM-L6-v2. The dot product of two rows is their cosine similarity.
     """
-    hidden = encode(params, tokens, mask, config=config, compute_dtype=compute_dtype)
+    hidden = encode(params, tokens, mask, **options)
     mean = jnp.mean(hidden.astype(jnp.float32), axis=1, where=mask[..., None])
     mean = jnp.where(mask.any(axis=1, keepdims=True), mean, 0.0)
     # The lower bound prevents 0 / 0 for a row of zeros.
@@ -197,14 +193,13 @@ def encode(
     x = transformer.embed(params, tokens, positions, compute_dtype=compute_dtype, **how)
     x = x + jnp.broadcast_to(params["token_types"][0].astype(compute_dtype), x.shape)
     x = norm(x, params["embed_norm"], params["embed_norm_bias"], config)
-    bias = jnp.where(mask, 0.0, attention.MASKED)[:, None, :]
-    bias = jnp.broadcast_to(bias, (*mask.shape, mask.shape[1]))
+    seen = jnp.broadcast_to(mask[:, None], (*mask.shape, mask.shape[1]))
 
-    def attend(q: Array, k: Array, v: Array, _: None) -> tuple[Array, None]:
-        return attention.attend(q, k, v, bias), None
+    def attend(q: Array, k: Array, v: Array, scores: attention.Scores) -> tuple[Array, None]:
+        return attention.attend(q, k, v, seen, scores), None
 
     def layer(x: Array, params: Params) -> tuple[Array, None]:
-        return transformer.run_layer(params, x, None, attend, config=config)
+        return transformer.run_layer("full", params, x, None, attend, config=config)
 
     return jax.lax.scan(layer, x, params["layers"])[0]
 

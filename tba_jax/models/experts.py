@@ -95,7 +95,7 @@ def route(
     wide = jnp.promote_types(rows.dtype, jnp.float32)
     router = leaves["router"].astype(rows.dtype)
     logits = jnp.matmul(rows, router, preferred_element_type=wide)
-    if config.router_bias:
+    if config.mlp_bias:
         logits = logits + jnp.broadcast_to(leaves["router_bias"].astype(wide), logits.shape)
     scores = jax.nn.softmax(logits, axis=-1)
     weights, numbers = jax.lax.top_k(scores, config.experts_per_token)

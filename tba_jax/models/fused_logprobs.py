@@ -17,15 +17,13 @@ before it is rounded to the table's dtype, and the whole gradient exists only on
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int
 
 from tba_jax.models.attention import NO_TOKEN, capped
-
-_Carry = TypeVar("_Carry")
 
 # Logits of a block, unless its table rows would be fewer or more than `_BLOCK_ROWS`. Each block
 # adds to the hidden gradient [n, d]; reading and writing that array costs less than the products
@@ -84,11 +82,11 @@ def fused_logprobs(
         least, most = _BLOCK_ROWS
         vocab_block = min(max(_BLOCK_LOGITS // (b * t), least), most)
     block = part if keeps else vocab_block
-    ids, is_short = excluded or ((), None)
-    static = _Static(temperature, block, keeps, cap, num_tokens, ids)
-    short = None if is_short is None else is_short.reshape(b * t)
+    static = _Static(temperature, block, keeps, cap, num_tokens, excluded[0] if excluded else ())
+    short = excluded[1].reshape(b * t) if excluded else None
     table, hidden = table.reshape(vocab_shards, part, d), hidden.reshape(b * t, d)
-    return _fused(hidden, table, targets.reshape(b * t), short, static).reshape(b, t)
+    found: Array = _fused(hidden, table, targets.reshape(b * t), short, static)
+    return found.reshape(b, t)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -154,8 +152,8 @@ _fused.defvjp(_forward, _backward)
 
 
 def _each_block(
-    width: int, block: int, visit: Callable[[Any, int, _Carry], _Carry], carry: _Carry
-) -> _Carry:
+    width: int, block: int, visit: Callable[[Any, int, Any], tuple[Array, Array]], carry: Any
+) -> tuple[Array, Array]:
     """Call `carry = visit(start, size, carry)` for each block; return the last `carry`."""
     if block >= width:
         return visit(0, width, carry)

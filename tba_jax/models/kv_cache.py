@@ -4,7 +4,6 @@
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
-from jax.sharding import NamedSharding
 from jaxtyping import Array, Bool, Float, Int
 
 from tba_jax.models.architecture import LayerKind, TransformerConfig
@@ -69,9 +68,3 @@ def empty_layers(
         return State(jnp.zeros((num_slots, h, r, k, f)), jnp.zeros(inputs))
 
     return tuple(state() if kind == "delta" else columns(kind) for kind in config.layer_kinds)
-
-
-def cache_axes(sharding: NamedSharding) -> tuple[Any, Any]:
-    """Return the mesh axes of rows and key/value heads of a cache; no other axes are divided."""
-    rows, heads, *_ = (*sharding.spec, None, None)
-    return rows, heads

@@ -6,6 +6,7 @@ vocabulary of logits divided by the sampling temperature. `fused_logprobs` compu
 block of the vocabulary at a time, unless the logits are small.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -15,13 +16,39 @@ from jaxtyping import Array, Bool, Float, Int
 
 from tba_jax.models import attention, shared_prompts
 from tba_jax.models.fused_logprobs import fused_logprobs
-from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.transformer import Remat, TransformerConfig, apply
 
 Readout = Callable[[Float[Array, "n t d"]], Float[Array, "n t"]]
 """Returns a number per state. Functions with a readout return, on a last axis, log-probs and the
 readout of the state that predicts each token."""
+KEPT_BYTES = 256 * 2**20
+"""Size of four blocks for 8,192 tokens: small compared to the activations of a model on an
+accelerator, and enough for a micro-batch on a CPU. On CPU, two more arrays of that size exist for a
+while."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Scoring:
+    """Definition of log pi(y|x), and options of its computation.
+
+    Invariant: the same `Scoring` and the same weights give the same log-probs everywhere.
+
+    Attributes:
+        temperature: sampling temperature, which divides the logits.
+        eos_ids: end-of-sequence IDs; used if `min_new_tokens` > 0.
+        min_new_tokens: minimum length of a response. Earlier, `eos_ids` have probability 0, as in
+            decoding, and the probabilities of the other tokens are renormalised.
+        kept_bytes: logits up to this size, over all devices, are kept for the backward pass instead
+            of recomputed.
+        compute_dtype: name of the matmul input dtype; the log-softmax is always float32.
+    """
+
+    temperature: float = 1.0
+    eos_ids: tuple[int, ...] = ()
+    min_new_tokens: int = 0
+    kept_bytes: int = KEPT_BYTES
+    compute_dtype: str = "float32"
 
 
 def row_token_logprobs(

@@ -17,7 +17,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from tba_jax.models.architecture import Adapters, lora_names
@@ -164,17 +163,10 @@ def merge_program(
     if all(len(x.device_set) == 1 for x in jax.tree.leaves(shardings)):
         shardings = None
     elif quantization != "none":
-        shardings = tuple(layer | _of_scales(layer) for layer in shardings)
+        # Unspecified: scales are divided as the columns of their matrix.
+        shardings = tuple(x | dict.fromkeys(map(scale_name, x)) for x in shardings)
     program = functools.partial(_merged, config=config, quantization=quantization)
     return jax.jit(program, out_shardings=shardings)
-
-
-def _of_scales(layer: dict[str, NamedSharding]) -> dict[str, NamedSharding]:
-    """Return the sharding of the scales of each matrix, divided as the columns of the matrix."""
-    return {
-        scale_name(name): NamedSharding(x.mesh, PartitionSpec((*x.spec, None, None)[1]))
-        for name, x in layer.items()
-    }
 
 
 def _merged(

@@ -98,7 +98,7 @@ def _after_prompts(
     own_keys, own_values = (jnp.transpose(y, (0, 3, 1, 2, 4)) for y in (k, v))
     own = attention.score(rows.reshape(b, g, c, r * t, e), own_keys, scores.cap)
     visible = attention.causal(jnp.ones((1, t), bool))
-    bias = attention.causal_bias(visible, scores.window)
+    bias = jnp.where(visible.seen(scores.window), 0.0, attention.MASKED)
     own = own.reshape(b, g, c, r, t, t) + bias[:, None, None, None]
 
     before, own = attention.softmax((before, own), scores.sinks_like((b, g, c, r, t), (1, 3)))
@@ -109,12 +109,11 @@ def _after_prompts(
 
 def mix(x: delta.Inputs, visible: Rows) -> tuple[Float[Array, "b s h r f"], None]:
     """Return (outputs of a delta layer, None); responses continue the state of their prompt."""
-    rows = visible
-    parts = {name: rows.split(getattr(x, name)) for name in ("qkv", "decay", "rate")}
+    parts = {name: visible.split(getattr(x, name)) for name in ("qkv", "decay", "rate")}
     prompts = x._replace(**{name: prompt for name, (prompt, _) in parts.items()})
-    of_prompts, state = delta.mix(prompts, attention.causal(rows.mask))
+    of_prompts, state = delta.mix(prompts, attention.causal(visible.mask))
     flat = {name: y.reshape(-1, *y.shape[2:]) for name, (_, y) in parts.items()}
     each = attention.causal(jnp.ones(flat["qkv"].shape[:2], bool), is_right_padded=True)
-    copies = jax.tree.map(lambda y: jnp.repeat(y, rows.num_responses, axis=0), state)
+    copies = jax.tree.map(lambda y: jnp.repeat(y, visible.num_responses, axis=0), state)
     of_responses = delta.mix(x._replace(**flat), each, copies)[0]
-    return rows.join(of_prompts, of_responses), None
+    return visible.join(of_prompts, of_responses), None

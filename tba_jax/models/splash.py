@@ -17,8 +17,6 @@ from jax.experimental.pallas.ops.tpu import splash_attention as splash
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
-from tba_jax.models.kv_cache import cache_axes
-
 _LANES = 128  # lanes of a vector register; splash needs blocks of multiples of this number
 # Maximum queries and keys per block. With a mask of pairs it is smaller: sequences of a packed row
 # have a few hundred tokens, and blocks without visible pairs are skipped.
@@ -53,7 +51,7 @@ def attend(
         return run(q, k, v, scores.sinks, seen)
     # The compiler cannot divide a kernel. Only rows and key/value heads are ever divided, so that
     # a kernel needs no data of another device.
-    rows, heads = cache_axes(sharding)
+    rows, heads, *_ = (*sharding.spec, None, None)
     of_rows = PartitionSpec(rows, None, heads)
     divided = jax.shard_map(
         run,
@@ -118,14 +116,11 @@ def _attend(
         of_heads = None if sinks is None else sinks.reshape(-1)
         return cast("Array", kernel(q, k, v, segments, of_heads))
 
-    def rows(*arrays: Array, interpret: bool) -> Array:
-        return jax.vmap(functools.partial(row, interpret=interpret))(*arrays)
-
     heads = ((q * e**-0.5).reshape(b, length, g * r, e), k, v)
     out = jax.lax.platform_dependent(
         seen,
         *(jnp.swapaxes(padded(x), 1, 2) for x in heads),
-        tpu=functools.partial(rows, interpret=False),
-        default=functools.partial(rows, interpret=True),
+        tpu=jax.vmap(functools.partial(row, interpret=False)),
+        default=jax.vmap(functools.partial(row, interpret=True)),
     )
     return jnp.swapaxes(out, 1, 2)[:, :length].reshape(q.shape)

@@ -46,9 +46,6 @@ _REMAT: dict[str, Callable[..., Any]] = {
     ),
 }
 
-Layer = Callable[[Array, Mapping[str, Any]], Array]
-"""(x [b ...], parameters of a layer) -> x after the layer."""
-
 
 @functools.partial(jax.jit, static_argnames=("config", "param_dtype"))
 def init_params(config: TransformerConfig, key: Array, param_dtype: Any = jnp.float32) -> Params:
@@ -141,31 +138,29 @@ def apply(
         kernels, mesh = sharding.kernels, sharding.mesh
     angles = rotary(positions, config)
 
-    def layer_of(kind: LayerKind) -> Layer:
-        def attend(q: Array, k: Array, v: Array, sinks: Array | None) -> tuple[Array, None]:
-            scores = scores_of(kind, config, sinks)
-            return attend_rows(q, k, v, visible, scores=scores, kernels=kernels), None
+    def attend(q: Array, k: Array, v: Array, scores: attention.Scores) -> tuple[Array, None]:
+        return attend_rows(q, k, v, visible, scores=scores, kernels=kernels), None
 
+    def layer_of(kind: LayerKind) -> Callable[[Array, Params], Array]:
         mix = functools.partial(mix_rows, visible=visible)
-        through: Attend = mix if kind == "delta" else attend
+        use: Attend = mix if kind == "delta" else attend
 
         def layer(x: Array, params: Params) -> Array:
             if sharding is not None:
                 params = sharding.layer(params, compute_dtype)
-            x = run_layer(params, x, angles[kind], through, config=config, mesh=mesh)[0]
+            x = run_layer(kind, params, x, angles[kind], use, config=config, mesh=mesh)[0]
             return x if sharding is None else sharding.rows(x)
 
         return _REMAT[remat](layer)
 
     x = embed(params, tokens, positions, config=config, compute_dtype=compute_dtype)
     x = x if sharding is None else sharding.rows(x)
-    layers: dict[LayerKind, Layer] = {kind: layer_of(kind) for kind in config.pattern}
-    x = _run_layers(layers, x, params["layers"], config)
+    x = _run_layers({kind: layer_of(kind) for kind in config.pattern}, x, params["layers"], config)
     return final_norm(params, x, config=config)
 
 
 def _run_layers(
-    of_kind: Mapping[LayerKind, Layer],
+    of_kind: Mapping[LayerKind, Callable[[Array, Params], Array]],
     x: Float[Array, "b s d"],
     layers: Any,
     config: TransformerConfig,
@@ -173,7 +168,7 @@ def _run_layers(
     """Return the residual stream after all layers; each kind of layer is traced once.
 
     Args:
-        of_kind: function of each kind of layer.
+        of_kind: for each kind of layer, (x, parameters of a layer) -> x after the layer.
         layers: parameters of the layers, stacked or separate. Stacked layers are a scan over
             repeats of the pattern.
     """
@@ -222,14 +217,6 @@ def _unstacked(layers: Params, kinds: Sequence[LayerKind]) -> tuple[Params, ...]
     )
 
 
-def scores_of(
-    kind: LayerKind, config: TransformerConfig, sinks: Float[Array, "g r"] | None
-) -> attention.Scores:
-    """Return the treatment of scores in a layer of this kind."""
-    window = config.window if kind == "window" else None
-    return attention.Scores(window, config.attention_cap, sinks)
-
-
 def embed(
     params: Params,
     tokens: Int[Array, "*b"],
@@ -265,6 +252,7 @@ def rotary(positions: Int[Array, "*b"], config: TransformerConfig) -> dict[Layer
 
 
 def run_layer(
+    kind: LayerKind,
     layer_params: Params,
     x: Float[Array, "*b d"],
     angles: Rope,
@@ -276,13 +264,14 @@ def run_layer(
     """Return (x after one layer, second result of `attend`).
 
     Args:
+        kind: kind of the layer.
         layer_params: parameters of one layer, without the layer axis; possibly `quantized`.
         x: residual stream; any batch axes, the last of them may be the sequence.
         angles: return value of `rotary` for the layer's kind.
         attend: function that attends to the keys that queries see.
         mesh: devices of the program, for experts; None: one device.
     """
-    block = nnx.merge(_block_graph(config, tuple(sorted(layer_params))), layer_params)
+    block = nnx.merge(_block_graph(config, kind, tuple(sorted(layer_params))), layer_params)
     return block(x, angles, attend, mesh)
 
 
@@ -370,7 +359,6 @@ def unstack_layers(params: Params, config: TransformerConfig) -> Params:
 
 
 @functools.lru_cache(maxsize=64)
-def _block_graph(config: TransformerConfig, names: tuple[str, ...]) -> Any:
+def _block_graph(config: TransformerConfig, kind: LayerKind, names: tuple[str, ...]) -> Any:
     """Return the NNX graph definition of a layer with leaves of these names."""
-    kind: LayerKind = "delta" if "delta_o" in names else "full"
     return nnx.split(nnx.eval_shape(lambda: Block(config, kind, names)))[0]

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
+from jax.sharding import Mesh
 
 from tba_jax.config.resolved import remat_of, shares_prompts
 from tba_jax.config.schema import Config
@@ -16,8 +16,9 @@ from tba_jax.decoding.shardings import abstract_weights
 from tba_jax.devices.placement import MeshShape
 from tba_jax.devices.platform import Platform
 from tba_jax.models import attention, kv_cache, lora
+from tba_jax.models.block import scores_of
 from tba_jax.models.quantized import Quantization
-from tba_jax.models.transformer import Params, TransformerConfig, num_params, scores_of
+from tba_jax.models.transformer import Params, TransformerConfig, num_params
 from tba_jax.run import model_parts
 
 
@@ -113,8 +114,8 @@ def searcher_bytes(
     dtype, g = jnp.dtype(config.model.compute_dtype), config.search.num_devices
 
     def weights(quantization: Quantization) -> Params:
-        where = SingleDeviceSharding(device)
-        return abstract_weights(model_config, dtype, where, quantization)
+        mesh = Mesh([device], ("model",))
+        return abstract_weights(model_config, dtype, mesh, quantization)
 
     held = weights(config.search.quantization)
     policy = model_parts.policy_config(config, model_config)

@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import SingleDeviceSharding
 
 from tba_jax.config.resolved import remat_of, writes_versions
 from tba_jax.config.schema import Config
@@ -172,9 +171,8 @@ class _Run:
     def weights(self, quantization: Quantization = "none") -> Any:
         """Shapes of the weights on the searcher's devices, in the decoder's layout."""
         mesh = self.placement.searcher_meshes[0]
-        where = mesh if mesh.size > 1 else SingleDeviceSharding(mesh.devices.item())
         dtype = jnp.dtype(self.config.model.compute_dtype)
-        return abstract_weights(self.model_config, dtype, where, quantization)
+        return abstract_weights(self.model_config, dtype, mesh, quantization)
 
     @property
     def base(self) -> tuple[Any, Any]:

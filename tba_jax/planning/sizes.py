@@ -12,7 +12,7 @@ from tba_jax.config.resolved import remat_of, shares_prompts
 from tba_jax.config.schema import Config, replace
 from tba_jax.devices.placement import MeshShape, PlacementError
 from tba_jax.devices.platform import Platform, platform_of
-from tba_jax.models.scoring import KEPT_BYTES
+from tba_jax.models.logprobs import KEPT_BYTES
 from tba_jax.models.transformer import TransformerConfig
 from tba_jax.planning import estimates
 

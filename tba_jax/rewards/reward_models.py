@@ -31,8 +31,7 @@ from tba_jax.flow.padding import bucket_length, left_pad, length_buckets
 from tba_jax.models import encoder, transformer
 from tba_jax.models import model as models
 from tba_jax.models.hf import folders
-from tba_jax.models.logprobs import row_token_logprobs
-from tba_jax.models.scoring import Scoring
+from tba_jax.models.logprobs import Scoring, row_token_logprobs
 from tba_jax.models.shardings import ComputeSharding, on_mesh, param_shardings
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import Params

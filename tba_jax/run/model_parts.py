@@ -15,16 +15,16 @@ from tba_jax.config.resolved import remat_of, shares_prompts
 from tba_jax.config.schema import Config
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.programs import CHUNK_STEPS
+from tba_jax.decoding.requests import StopStrings
 from tba_jax.decoding.shardings import weight_shardings
-from tba_jax.decoding.stop_strings import StopStrings
 from tba_jax.devices.sharding import batch_axes, hand_over
 from tba_jax.devices.site import ANY_DEVICE, Site
 from tba_jax.flow.layout import RowLayout
 from tba_jax.flow.padding import Padding, padded_lengths
 from tba_jax.models import lora
 from tba_jax.models import model as models
+from tba_jax.models.logprobs import Scoring
 from tba_jax.models.quantized import Quantization
-from tba_jax.models.scoring import Scoring
 from tba_jax.models.shardings import on_mesh, param_shardings
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import TransformerConfig, unstack_layers

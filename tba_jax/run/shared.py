@@ -21,8 +21,8 @@ from jax.sharding import Mesh
 from tba_jax.config.resolved import asked, writes_versions
 from tba_jax.config.schema import Config
 from tba_jax.decoding.engine import Decoder
-from tba_jax.decoding.keys import fold_in
 from tba_jax.decoding.requests import SamplingSettings
+from tba_jax.decoding.sampling import fold_in
 from tba_jax.decoding.shardings import weight_shardings
 from tba_jax.devices.cluster import Cluster
 from tba_jax.devices.placement import MESH_AXES, Division, MeshShape, PlacementError, divide

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tba_jax.decoding.keys import fold_in, row_keys
 from tba_jax.decoding.requests import SamplingSettings
+from tba_jax.decoding.sampling import fold_in
 from tba_jax.environments.episode import Episode
 from tba_jax.environments.episodes import EnvironmentPool, EpisodeSession, Sessions, open_session
 from tba_jax.flow.trajectory import Prompt
@@ -122,7 +122,8 @@ class GroupSession:
             prompt = dataclasses.replace(prompt, tokens=prompt.tokens[:1])
         temperatures = self._sampler.temperatures(key)
         size = len(temperatures)
-        request = self.session.submit(prompt, row_keys(key, size), self._sampling, temperatures)
+        keys = fold_in(key, np.arange(size))
+        request = self.session.submit(prompt, keys, self._sampling, temperatures)
         self._requests[request] = _Open(number, prompt, [None] * size, size), None
 
     def step(self) -> dict[int, SampledGroup]:
@@ -171,7 +172,7 @@ class GroupSession:
                 max_new_tokens=sampling.max_new_tokens - len(state),
                 min_new_tokens=max(0, sampling.min_new_tokens - len(state)),
             )
-            keys = row_keys(fold_in(key, i), self._sampler.num_continuations)
+            keys = fold_in(fold_in(key, i), np.arange(self._sampler.num_continuations))
             temperatures = np.full(len(keys), sampling.temperature)
             request = self.session.submit(prompt, keys, limits, temperatures)
             self._requests[request] = group, state

@@ -19,8 +19,7 @@ from tba_jax.environments.episode import Episode
 from tba_jax.flow.padding import Padding, left_pad
 from tba_jax.flow.tickets import Ticket
 from tba_jax.flow.trajectory import Prompt
-from tba_jax.models.logprobs import row_token_logprobs
-from tba_jax.models.scoring import Scoring
+from tba_jax.models.logprobs import Scoring, row_token_logprobs
 from tba_jax.models.shardings import ComputeSharding
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.models.transformer import Params, TransformerConfig

@@ -16,9 +16,8 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 import numpy as np
 from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, FiniteFloat, ValidationError
 
-from tba_jax.decoding.keys import fold_in
-from tba_jax.decoding.requests import MAX_STOP_IDS, SamplingSettings
-from tba_jax.decoding.stop_strings import StopStrings
+from tba_jax.decoding.requests import MAX_STOP_IDS, SamplingSettings, StopStrings
+from tba_jax.decoding.sampling import fold_in
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.serving.chat import Chat, ChatFormat
 

@@ -28,14 +28,12 @@ from typing import Any
 import jax
 import numpy as np
 
-from tba_jax.decoding.requests import Response, SamplingSettings, Statistics
-from tba_jax.decoding.stop_strings import StopStrings
+from tba_jax.decoding.requests import Response, SamplingSettings, Statistics, StopStrings
 from tba_jax.devices.site import reading_mesh
 from tba_jax.models import lora
 from tba_jax.models.hf import adapter_files, hf_weights
-from tba_jax.models.logprobs import row_token_logprobs
+from tba_jax.models.logprobs import Scoring, row_token_logprobs
 from tba_jax.models.model import Description
-from tba_jax.models.scoring import Scoring
 from tba_jax.models.transformer import Params, TransformerConfig, abstract_params
 from tba_jax.serving.failures import Failure, FailureLines
 

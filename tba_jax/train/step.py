@@ -21,7 +21,7 @@ import optax
 from jaxtyping import Array, Bool, Float, Int
 
 from tba_jax.flow.layout import Batch
-from tba_jax.models.scoring import Scoring
+from tba_jax.models.logprobs import Scoring
 from tba_jax.models.transformer import Remat, TransformerConfig
 from tba_jax.settings import Schedule
 from tba_jax.train.groups import Groups, Terms

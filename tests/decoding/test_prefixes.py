@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 from fake_models import KINDS, logprobs_of, random_params, tiny_config, tiny_decoder
 
-from tba_jax.decoding.keys import row_keys
-from tba_jax.decoding.requests import SamplingSettings
-from tba_jax.decoding.stop_strings import StopStrings
+from tba_jax.decoding.requests import SamplingSettings, StopStrings
+from tba_jax.decoding.sampling import fold_in
 from tba_jax.devices.site import any_device
 
 PROMPTS = [np.array(p, np.int32) for p in ([3, 4, 5], [6, 2], [7, 8, 9, 10, 11])]
@@ -32,7 +31,7 @@ def talked(session, change=lambda turn: None, settings=SETTINGS):
         for i, tokens in enumerate(conversations):
             # Turns end at different steps of a chunk.
             own = dataclasses.replace(settings, max_new_tokens=settings.max_new_tokens + i)
-            session.submit(tokens, row_keys(jax.random.key(10 * turn + i), 1), own)
+            session.submit(tokens, fold_in(jax.random.key(10 * turn + i), np.arange(1)), own)
         responses = sorted(session.run(), key=lambda y: y.request)
         found += zip(conversations, responses, strict=True)
         conversations = [
@@ -94,7 +93,8 @@ def test_the_longest_prefix_is_used_and_the_oldest_evicted():
     def kept_of(prompt):
         """Tokens that were found in kept caches; and the conversation after the response."""
         before = session.statistics.kept_tokens
-        session.submit(prompt, row_keys(jax.random.key(0), 1), SamplingSettings(2, stop_ids=()))
+        keys = fold_in(jax.random.key(0), np.arange(1))
+        session.submit(prompt, keys, SamplingSettings(2, stop_ids=()))
         (response,) = session.run()
         text = np.concatenate([prompt, response.tokens, [3]]).astype(np.int32)
         return session.statistics.kept_tokens - before, text

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tba_jax.decoding.keys import fold_in
-from tba_jax.decoding.sampling import random_bits, sample_tokens
+from tba_jax.decoding.sampling import fold_in, random_bits, sample_tokens
 
 LARGE = 152064  # Qwen2.5's padded vocabulary
 

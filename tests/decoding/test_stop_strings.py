@@ -8,8 +8,7 @@ import pytest
 from fake_models import ONE_LAYER, TINY_LOGIT, logprob_bound, random_params, tiny_decoder
 
 from tba_jax.config.schema import make_config
-from tba_jax.decoding.requests import SamplingSettings
-from tba_jax.decoding.stop_strings import StopStrings
+from tba_jax.decoding.requests import SamplingSettings, StopStrings
 from tba_jax.models import model as models
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.run.model_parts import START_MODEL, make_decoder

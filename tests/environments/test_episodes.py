@@ -16,9 +16,8 @@ from fake_models import START_MODEL_LOGIT, load_folder, logprob_bound, scored_to
 
 from tba_jax import workers
 from tba_jax.decoding.engine import Decoder
-from tba_jax.decoding.keys import row_keys
-from tba_jax.decoding.requests import SamplingSettings
-from tba_jax.decoding.stop_strings import StopStrings
+from tba_jax.decoding.requests import SamplingSettings, StopStrings
+from tba_jax.decoding.sampling import fold_in
 from tba_jax.environments.episode import Environment
 from tba_jax.environments.episodes import EpisodeSession
 from tba_jax.flow.trajectory import Prompt
@@ -94,7 +93,7 @@ def drawn(model, world, *, in_turn, max_turns=4, keeps_caches=True):
     inner = model.decoder.session(model.params, **options)
     world.tokenizer, world.max_turns = model.tokenizer, max_turns
     session = EpisodeSession(inner, world)
-    keys = row_keys(jax.random.key(5), 6).reshape(3, 2, 2)
+    keys = fold_in(jax.random.key(5), np.arange(6)).reshape(3, 2, 2)
     for prompt, own in zip(model.prompts, keys, strict=True):
         session.submit(prompt, own, model.settings, np.ones(2))
     found = []

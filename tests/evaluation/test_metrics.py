@@ -15,7 +15,7 @@ from tba_jax.evaluation.metrics import ReferenceDistance, WinRate, reference_dis
 from tba_jax.flow.padding import Padding
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models import transformer
-from tba_jax.models.scoring import Scoring
+from tba_jax.models.logprobs import Scoring
 from tba_jax.rewards.scores import Score
 
 

@@ -20,7 +20,7 @@ from tba_jax.devices import site as site_module
 from tba_jax.devices.site import Site
 from tba_jax.evaluation.metrics import make_distance_program
 from tba_jax.models import attention, cudnn_attention, splash, transformer
-from tba_jax.models.scoring import Scoring
+from tba_jax.models.logprobs import Scoring
 from tba_jax.search.start_data import make_start_program
 
 B, S, G, R, E = 4, 12, 2, 3, 16

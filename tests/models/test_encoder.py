@@ -86,18 +86,14 @@ def test_rows_without_tokens_are_finite(roberta, bert):
     np.testing.assert_array_equal(run(EMBED, bert, tokens, mask), np.zeros((2, 16)))
 
 
-def test_bfloat16_stays_near_float32(roberta, bert):
-    """Eight bits of mantissa through two layers; measured: KL 3e-5, cosine 0.99998."""
+def test_bfloat16_stays_near_float32(roberta):
+    """Eight bits of mantissa through two layers; measured: KL 3e-5."""
     golden = np.load(GOLDEN / "roberta.npz")
     low = run(CLASSIFY, roberta, golden["tokens"], golden["mask"], jnp.bfloat16)
     assert low.dtype == jnp.float32
     assert np.abs(low - golden["logits"]).max() > 1e-5  # it is another computation
     p, q = (jax.nn.log_softmax(x) for x in (golden["logits"], low))
     assert np.sum(np.exp(p) * (p - q), axis=1).max() < 2e-4
-    golden = np.load(GOLDEN / "roberta_bert.npz")
-    low = run(EMBED, bert, golden["tokens"], golden["mask"], jnp.bfloat16)
-    assert low.dtype == jnp.float32
-    assert np.sum(low * golden["embeddings"], axis=1).min() > 0.9999
 
 
 def test_settings_are_read_or_refused_by_name():

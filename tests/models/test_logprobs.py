@@ -17,7 +17,7 @@ from fake_models import (
 
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.flow.padding import left_pad
-from tba_jax.models.scoring import Scoring
+from tba_jax.models.logprobs import Scoring
 
 CONFIG = tiny_config()
 EOS = 0

@@ -32,8 +32,7 @@ from jax.sharding import PartitionSpec as P
 
 from tba_jax.devices.placement import MeshShape, trainer_mesh
 from tba_jax.devices.site import ANY_DEVICE, Site
-from tba_jax.models.logprobs import packed_token_logprobs
-from tba_jax.models.scoring import Scoring
+from tba_jax.models.logprobs import Scoring, packed_token_logprobs
 from tba_jax.models.shardings import ComputeSharding, param_shardings
 from tba_jax.run.checkpoint import Checkpoints
 from tba_jax.train.config import OptimizerSettings

@@ -17,7 +17,7 @@ from fake_batches import lay_out, make_draws, slow
 from fake_models import KINDS, random_params, tiny_config
 
 from tba_jax.models import attention, shared_prompts
-from tba_jax.models.scoring import Scoring
+from tba_jax.models.logprobs import Scoring
 from tba_jax.train.scoring import make_score, rows_of
 from tba_jax.train.state import Head
 

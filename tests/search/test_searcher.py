@@ -12,7 +12,7 @@ from tba_jax.environments.episode import Episode
 from tba_jax.flow.padding import Padding
 from tba_jax.flow.tickets import Ticket
 from tba_jax.flow.trajectory import Prompt
-from tba_jax.models.scoring import Scoring
+from tba_jax.models.logprobs import Scoring
 from tba_jax.models.transformer import unstack_layers
 from tba_jax.rewards.scores import Grader, Score
 from tba_jax.run.model_parts import make_decoder

@@ -235,8 +235,7 @@ _GEMMA = _trunk(_mlp(), norms=_BOTH)
 def _gpt_oss(s: Settings) -> Fields:
     s.only(hidden_act="silu", swiglu_alpha=1.702, swiglu_limit=7.0)
     fields = sizes(s, ("window", "full")) | rotary(s) | _biases(s) | _experts(s)
-    traits = dict.fromkeys(("mlp_bias", "sinks", "router_bias"), True)
-    return fields | {"activation": "clamped_swiglu", **traits}
+    return fields | {"activation": "clamped_swiglu", "mlp_bias": True, "sinks": True}
 
 
 _GPT_OSS_SMALL = {

@@ -11,7 +11,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,8 +47,7 @@ _MAX_FILE_BYTES = 5 * 10**9  # larger weights are split into several files, as t
 # as long with blocks of 32 MiB.
 _BLOCK_BYTES = 2 * 2**20
 # Values of a four-bit float of MXFP4: sign, two bits of exponent, one of mantissa.
-_FP4 = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0], np.float32)
-_FP4 = np.concatenate([_FP4, -_FP4])
+_FP4 = np.arange(16, dtype=np.uint8).view(jnp.float4_e2m1fn).astype(np.float32)
 
 
 class Stored(NamedTuple):
@@ -193,8 +192,24 @@ def read(
             pieces.setdefault((bool(tensor.at), leaf), []).append((stored[name], tensor))
 
     def of_leaf(path: Any, spec: jax.ShapeDtypeStruct, sharding: Any = None) -> Array:
+        """Return a leaf, put together on the host."""
         leaf = path[-1].key
-        return _read_leaf(leaf, spec, sharding, pieces[len(path) > 1, leaf])
+        whole = np.empty(spec.shape, spec.dtype)  # parts of no device of this process use no memory
+        regions = {"": (slice(None),) * len(spec.shape)}
+        if sharding is not None:
+            # Devices with equal parts share them.
+            indices = sharding.addressable_devices_indices_map(spec.shape).values()
+            regions = {str(index): index for index in indices}
+        for tensor, layout in pieces[len(path) > 1, leaf] if regions else ():
+            part = layout.split(tensor.values())[layout.leaves.index(leaf)]
+            for region in regions.values():
+                rows = zip(layout.at, region, spec.shape, strict=False)
+                if all(i in range(*rows_of.indices(size)) for i, rows_of, size in rows):
+                    inner = region[len(layout.at) :]
+                    _copy(whole[layout.at][inner], part[inner])
+        if sharding is None:
+            return jax.device_put(whole)
+        return jax.make_array_from_callback(spec.shape, sharding, whole.__getitem__)
 
     trees = (abstract,) if shardings is None else (abstract, shardings)
     return jax.tree_util.tree_map_with_path(of_leaf, *trees)
@@ -225,38 +240,6 @@ def _check(stored: Mapping[str, Stored], tensors: Mapping[str, HFTensor], folder
             f"{folder}: the weights do not fit config.json: {'; '.join(problems)}. Use the "
             "config.json that belongs to these weights, or download them again"
         )
-
-
-def _read_leaf(
-    leaf: str,
-    spec: jax.ShapeDtypeStruct,
-    sharding: Any,
-    pieces: Sequence[tuple[Stored, HFTensor]],
-) -> Array:
-    """Return a leaf, put together on the host.
-
-    Args:
-        leaf: name of the leaf.
-        spec: shape and dtype.
-        sharding: sharding of the leaf; None: the default device.
-        pieces: tensors with the parts of the leaf.
-    """
-    whole = np.empty(spec.shape, spec.dtype)  # parts of no device of this process use no memory
-    regions = {"": (slice(None),) * len(spec.shape)}
-    if sharding is not None:
-        # Devices with equal parts share them.
-        indices = sharding.addressable_devices_indices_map(spec.shape).values()
-        regions = {str(index): index for index in indices}
-    for tensor, layout in pieces if regions else ():
-        part = layout.split(tensor.values())[layout.leaves.index(leaf)]
-        for region in regions.values():
-            rows = zip(layout.at, region, spec.shape, strict=False)
-            if all(i in range(*rows_of.indices(size)) for i, rows_of, size in rows):
-                inner = region[len(layout.at) :]
-                _copy(whole[layout.at][inner], part[inner])
-    if sharding is None:
-        return jax.device_put(whole)
-    return jax.make_array_from_callback(spec.shape, sharding, whole.__getitem__)
 
 
 def _copy(target: np.ndarray, source: np.ndarray) -> None:
