@@ -162,7 +162,7 @@ LIMITS = {
     "commands": 1707,
     "studies": 789,
     "models/hf": 1396,
-    "models": 5297,
+    "models": 5298,
     "decoding": 1249,
     "config": 1026,
     "presets": 438,

@@ -164,7 +164,8 @@ class Block(nnx.Module):
     """
 
     def __init__(self, config: TransformerConfig, kind: LayerKind, names: Iterable[str]):
-        self.config, self.kind = config, kind
+        self.config = config
+        self.kind: LayerKind = kind
         for name in names:
             setattr(self, name, nnx.Param(jnp.zeros(())))
 
