@@ -8,7 +8,6 @@ import served_model
 from fake_models import START_MODEL_LOGIT, logprob_bound
 
 from tba_jax.decoding.requests import SamplingSettings
-from tba_jax.decoding.sampling import fold_in
 from tba_jax.models import lora
 from tba_jax.models import model as models
 from tba_jax.models.transformer import unstack_layers
