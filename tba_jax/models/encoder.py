@@ -81,7 +81,7 @@ def encoder_config(hf_config: Mapping[str, Any]) -> EncoderConfig:
     Raises:
         ValueError: an unsupported setting; names its value and the supported values.
     """
-    s = families.settings(hf_config)
+    s = families.settings(hf_config, {"hidden_act": "gelu"})
     if s.family not in _ARCHITECTURES:
         raise config_json.unsupported("model_type", s.family, " or ".join(_ARCHITECTURES))
     is_roberta, wanted = s.family == "roberta", _ARCHITECTURES[s.family]
