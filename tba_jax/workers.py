@@ -173,7 +173,7 @@ class _Worker:
         """Kill the process and its group, unless the worker has ended.
 
         Args:
-            cause: number of the job that failed; None: that with the oldest message, which ran.
+            cause: number of the job that failed; None: the job with the oldest message.
         """
         if self.failure:
             return
@@ -232,7 +232,7 @@ class Job:
         return answer.result()
 
     def leave(self) -> None:
-        """Give the place in the worker back. A job that has not ended is cancelled."""
+        """Leave the worker, which cancels the job if the job has not ended."""
         if worker := self._worker:
             worker.jobs.discard(self._number)
             if worker.answers.pop(self._number, None) and not worker.jobs:  # it may hang
@@ -266,7 +266,7 @@ class WorkerPool:
         self._open = set[Future[Any]]()
 
     def run(self, coroutine: Coroutine[Any, Any, Any], loop: Any = None) -> "Future[Any]":
-        """Run a coroutine on this loop, or the pools'; it is cancelled when the pool is closed."""
+        """Run a coroutine on `loop` (None: that of all pools); closing the pool cancels it."""
         future = asyncio.run_coroutine_threadsafe(coroutine, loop or loop_of())
         self._open.add(future)
         future.add_done_callback(self._open.discard)
@@ -289,7 +289,7 @@ class WorkerPool:
                 job.leave()
 
     def take(self, job: int) -> _Worker:
-        """Give a job the worker with the fewest; a new one, if all have jobs and more may run."""
+        """Give a job a new worker if all have jobs and more may run, else that with fewest jobs."""
         if self._is_closed:
             raise WorkerFailed("closed", f"the {self.kind} workers were closed")
         for worker in [w for w in self.workers if w.process.poll() is not None]:

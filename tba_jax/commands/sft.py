@@ -8,12 +8,12 @@ r"""Command: supervised fine-tuning of a language model on given responses, the 
 The settings are those of training (docs/config.md): num_steps, seed, eval.period,
 model.compute_dtype, task.chat, and the sections batch, optimizer, lora and mesh.
 
-Rows have the texts "prompt" and "completion" (or "response"), or a chat in them or in "messages":
-its last answer, with its thinking, is trained on in the model's chat template, as are texts with
-task.chat=True. The loss is the mean negative log-prob of the tokens of the responses, including
-end-of-sequence. Without a prompt, the response follows the beginning-of-sequence token. The rows
-are shuffled in every pass. Data may be a .jsonl, .json or .parquet file, a folder with train and
-test files, or hf://NAME. A test split, or the rows of --eval_share, give the evaluation loss.
+Rows have the texts "prompt" and "completion" (or "response"), or a chat in them or in "messages".
+The last answer of a chat, with its thinking, is trained on. The model's chat template formats
+chats, and texts if task.chat=True. The loss is the mean negative log-prob of the tokens of the
+responses with end-of-sequence. Without a prompt, the response follows the beginning-of-sequence
+token. The rows are shuffled in every pass. Data may be a .jsonl, .json or .parquet file, a folder
+with train and test files, or hf://NAME. A test split or --eval_share gives the evaluation loss.
 Invariant: the same seed and file give the same model.
 """
 

@@ -57,7 +57,7 @@ def points(
 ) -> dict[str, tuple[list[str], Config | ConfigError]]:
     """Return folder name -> (arguments, config) of each run; seeds vary slowest.
 
-    An invalid config is its error. The arguments are those of the main command but --workdir.
+    The error replaces an invalid config. Arguments are those of tba_jax.main, except --workdir.
 
     Args:
         common: arguments of all runs, including `--config=`.

@@ -86,8 +86,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         is_alone, interrupted = job.num_processes == 1, Interruption()
         if not isinstance(workdir, Path) and not (is_alone and config.placement != "fleet"):
             raise UserError(
-                "a run of several processes needs a work directory that is a folder, shared by all "
-                f"hosts; --workdir={workdir} is an object store"
+                f"--workdir={workdir} is an object store, and a run of several processes needs a "
+                "folder. Give a folder that all hosts share"
             )
         if is_alone:
             return _run(config, workdir, interrupted)
@@ -95,7 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dry_run(config: Config) -> int:
-    """Check what a run needs."""
+    """Check settings, data, model, rewards and devices of a run; return the exit code."""
     for line in notes(config):
         print(f"note: {line}", file=sys.stderr)
     preflight(config)

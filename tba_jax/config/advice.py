@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Advice: settings without effect, and during a run what slows it or keeps it from learning."""
+"""Advice about settings without effect, and about a run that is slow or does not learn."""
 
 import collections
 from collections.abc import Iterator, Mapping
@@ -19,7 +19,7 @@ _SHORT_ROW = 128  # tokens of a prompt and a response below which rows are not w
 
 
 class Times(NamedTuple):
-    """Seconds since the run began, and of waiting of the trainer and (mean) of a searcher."""
+    """Seconds since the run began, and seconds of waiting of trainer and searchers (mean)."""
 
     elapsed: float
     trainer: float

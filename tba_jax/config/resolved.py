@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Values that follow from several settings: devices, and what `auto` stands for."""
+"""Values that follow from several settings: devices, and the values behind `auto`."""
 
 import dataclasses
 from typing import Literal

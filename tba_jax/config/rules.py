@@ -184,7 +184,7 @@ def _rows(config: Config) -> Iterator[Rule]:
 
 
 def _objective(config: Config) -> Iterator[Rule]:
-    """Refuse what the objective cannot use: a truncated sampler, or states it cannot value."""
+    """Refuse a truncated sampler with ratios, and settings that state values do not support."""
     yield (
         config.search.top_p == 1 or config.objective.built.needs.sampler != "ratio",
         "search.top_p",
@@ -244,6 +244,6 @@ def _engine(config: Config) -> Iterator[Rule]:
 
 
 def _default(config: Config, field: str, rule: str) -> Rule:
-    """Return the rule that a field has its default."""
+    """Return the rule that a field must keep its default value."""
     default = SETTINGS[field].default
     return get_field(config, field) == default, field, rule, f"Set --config.{field}={default!r}."

@@ -175,7 +175,7 @@ def replace(config: Config, fields: Mapping[str, Any]) -> Config:
 
 
 def get_field(config: Config, field: str) -> Any:
-    """Return the value of a dotted field name, also of the chosen objective's settings."""
+    """Return the value of a dotted field, which may be one of the chosen objective."""
     value: Any = config
     if field.startswith("objective.") and field not in SETTINGS:
         return config.objective.built.value(field.removeprefix("objective."))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Users' environments in a worker: an adapter has the coroutine of an episode.
+"""Users' environments in a worker: an adapter runs an episode as a coroutine.
 
 The coroutine calls `await turn(added)` with a text, or with messages for a chat. It receives the
 text and the tool calls of the policy's next turn, or None if the episode has reached a limit.
@@ -133,7 +133,7 @@ def _taskset(name: str) -> Adapter:
     command = [sys.executable, "-P", verifiers_bridge.__file__, name, socket]
     process = subprocess.Popen(command, stdout=subprocess.PIPE)
     if not process.stdout or not process.stdout.readline():
-        raise TypeError(f"verifiers cannot load the taskset {name}; the log has its reason")
+        raise TypeError(f"verifiers cannot load the taskset {name}; its log has the reason")
 
     def end_with_it() -> None:  # a later job starts another worker with another process
         process.communicate()  # reads its output, because a full pipe would stop it

@@ -5,8 +5,8 @@ A turn is a request with one sample. When a turn ends, its slot becomes free and
 receives the turn. Caches of waiting conversations are kept while there is room.
 
 Invariants: sampled tokens depend on prompt, key, turn and observations only; the time of an
-observation changes the rounding of log-probs, and in `run` nothing. A call that hangs, or ends its
-process, costs the episodes of its worker (`environment_lost`) and no other.
+observation changes only the rounding of log-probs, and in `run` not even this. A call that hangs
+or ends its process costs the episodes of its worker (`environment_lost`) and no other.
 """
 
 import asyncio
@@ -165,7 +165,7 @@ class EpisodeSession:
         return index
 
     def step(self) -> list[Episode]:
-        """Take in turns, run one chunk, and return the finished episodes."""
+        """Receive turns, run one chunk, and return the finished episodes."""
         self._receive()
         return self._finished(self._session.step())
 
@@ -190,7 +190,7 @@ class EpisodeSession:
         return ended
 
     def _receive(self, *, waits: bool = False) -> None:
-        """Begin episodes, and take in turns and ended episodes, in the order of the episodes.
+        """Begin episodes; receive turns and ended episodes, in the order of the episodes.
 
         With `waits`, wait until each unfinished episode has a turn to sample.
         """

@@ -99,7 +99,7 @@ def panels(
     columns: int = 1,
     size: tuple[float, float] = (5.0, 3.3),
 ) -> "Figure | None":
-    """Draw a panel for each metric that the run has: moving means, and dots below a single one.
+    """Draw a panel for each metric that the run has: moving means, and dots for a single curve.
 
     Args:
         named: (title of the panel, keys of metrics.jsonl); the first title may be "".

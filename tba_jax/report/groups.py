@@ -69,7 +69,7 @@ def group_runs(runs: Sequence[Run], fields: Sequence[str] = ()) -> list[RunGroup
         values = [_settings(run).get(name) for name in chosen]
         members.setdefault(repr(values), []).append(run)
     groups = [*members.values()]
-    if not fields:  # one field that tells all groups apart, best one with text, is a shorter name
+    if not fields:  # one field that differs between all groups, best a text, is a shorter name
         firsts = [_settings(group[0]) for group in groups]
         telling = [x for x in chosen if len({repr(s.get(x)) for s in firsts}) == len(groups)]
         telling.sort(key=lambda x: not isinstance(firsts[0].get(x), str))

@@ -64,7 +64,7 @@ def render(run: Run, pictures: Mapping[str, bytes]) -> str:
 
 
 def headline(run: Run) -> str:
-    """Return one sentence: the improvement of the headline metric and the steps for it."""
+    """Return one sentence: the change of the headline metric, and its time or steps."""
     values = [format_metric(run.metric, e[run.metric]) for e in run.evals]
     if not values:
         return f"{run.last_step} steps, no evaluation yet" if run.last_step else "No step made yet"
@@ -122,7 +122,7 @@ def ledger_sentence(ledger: Facts) -> str:
     found = [f"{count:,} were {place}" for place, count in places.items() if count]
     text = f"{generated:,} responses were sampled: {', '.join(found) or 'none is known'}."
     if missing := generated - sum(count or 0 for count in places.values()):
-        text += f" These numbers are {missing:+,} short of what was sampled."
+        text += f" The number of sampled responses minus their sum is {missing:+,}."
     if ledger.get("used") and ledger.get("trained_unique"):
         times = ledger["used"] / ledger["trained_unique"]
         text += f" {ledger['trained_unique']:,} were trained on, {times:.1f} times each on average."

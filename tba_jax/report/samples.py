@@ -10,7 +10,7 @@ from tba_jax.report.words import shown
 
 
 def browser_data(path: Path, most_bytes: int) -> dict[str, list[Any]]:
-    """Return what the script of the page reads: responses of evenly spaced steps of the log.
+    """Return the data of the page's script: responses of evenly spaced steps of the log.
 
     Args:
         path: path of samples.jsonl, which need not exist.

@@ -60,7 +60,7 @@ def finite_numbers(values: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _kind(values: Mapping[str, Any]) -> str:
-    """Return the kind of a line, by a name that only lines of this kind have; else "train"."""
+    """Return the name that only lines of evaluations or samples have; else "train"."""
     return min(values.keys() & {"eval/n", "samples/eval", "samples/train"}, default="train")
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards of a config: functions of users, called as TRL calls them, beside models that grade.
+"""Rewards of a config: functions of users, called as in TRL, and models that grade.
 
 A function is named "package.module:function" or "path/to/file.py:function". It receives, as lists,
 those of `prompts`, `completions`, `completion_ids` and the columns of the data that its signature
@@ -8,7 +8,7 @@ only in this process, as in a notebook, is called in a thread: a call that hangs
 
 A call has one whole group (all responses to a prompt) and a deadline. If it fails, each response is
 tried alone to find those that fail, and the others are scored together in one more call, whose
-deadline is as long as all of them may take. Responses that are alone share calls.
+deadline is as long as all of them may take. Groups of one response share calls.
 
 Invariants: a failure is never a reward of 0. Results depend on no measured time, except for a
 response that misses its deadline. Settings that pass `check_reward` make rewards, unless a function
@@ -162,7 +162,7 @@ def _report(error: BaseException) -> str:
 class RewardPool(RewardSource):
     """A reward function in processes, which serve all searchers.
 
-    Starting takes no time here: a process imports the function and tries it in the background.
+    The constructor does not wait: a process imports and tries the function in the background.
     """
 
     function: str  # its name; a module may lie in the working directory
@@ -216,7 +216,7 @@ class RewardPool(RewardSource):
         self._workers.close()
 
     async def _score_group(self, group: Sequence[Mapping[str, Any]]) -> list[Score]:
-        """Score responses together; if the call fails, without those that fail alone."""
+        """Score responses in one call; if it fails, again without the responses that fail alone."""
         whole = await self._call(group, self.timeout_s)
         if whole[0].reason not in _FAILED or len(group) == 1:
             return whole
@@ -261,7 +261,7 @@ def _arguments(completion: Completion) -> dict[str, Any]:
 
 
 def _named(settings: Any, own: str) -> str:
-    """Return the reward beside the reward model; a reward model replaces the task's own reward."""
+    """Return `task.reward`, else the task's own reward, which a reward model replaces."""
     return settings.task.reward or ("" if settings.reward.model_path else own)
 
 
@@ -349,7 +349,7 @@ def make_rewards(
 
 
 def try_functions(settings: Any, task: Any) -> None:
-    """Load the reward functions, and those of the judge, of a config in processes."""
+    """Load and try the functions of reward and judge of a config, in separate processes."""
     for names in (_named(settings, task.reward), settings.eval.gold_reward):
         if names not in ("", VICTIM):
             with contextlib.closing(WeightedSum(_functions(settings, names, task, None))) as source:

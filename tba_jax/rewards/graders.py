@@ -34,9 +34,9 @@ def text_of(content: Content) -> str:
 
 
 def each(grade: Callable[..., float]) -> Callable[..., list[float]]:
-    """Return the reward function, with TRL's signature, of a grade of one response.
+    """Return a reward function with TRL's signature, which grades responses one by one.
 
-    Arguments of the grade are `response` and `prompt` (texts without special tokens) and columns of
+    Arguments of `grade` are `response` and `prompt` (texts without special tokens) and columns of
     the data.
     """
     names = inspect.signature(grade).parameters
@@ -159,8 +159,8 @@ def gsm8k_reward(response: str, answer: str) -> float:
 def math_reward(response: str, answer: str) -> float:
     r"""Return 1.0 if the boxed answer equals the gold answer mathematically, else 0.0.
 
-    The own time limits of math-verify are off: they would silently grade a slow comparison as
-    wrong, which is a failure at the deadline of reward processes.
+    The time limits of math-verify are off, because they grade a slow comparison as wrong. At the
+    deadline of reward processes, a slow comparison is a named failure instead.
 
     Args:
         answer: gold solution with the answer in \boxed{...}, or the bare answer.

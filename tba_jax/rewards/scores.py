@@ -162,7 +162,7 @@ class WeightedSum(RewardSource):
 
 
 class Grade(NamedTuple):
-    """Text of a response, its score, and whether it is of the task's first kind, if it has kinds.
+    """Text and score of a response, and whether the response has the task's first kind, if any.
 
     All responses of a call have the same parts.
     """

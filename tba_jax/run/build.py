@@ -57,7 +57,7 @@ class Run:
         writers: further writers of metrics.
         link: connection to the other processes; None if there is only one process.
         hold: flag of the work directory's lock; None if another process holds it.
-        callbacks: functions of the user, called with (step, values), that return additional values.
+        callbacks: function of (step, values) that returns further metrics (`records.combined`).
 
     Attributes:
         parts: parts of the searchers of this process.
@@ -267,7 +267,7 @@ class Run:
 def _make_weights(
     shared: Shared, base: Any, evaluations: EvaluationQueue
 ) -> Weights | WeightFolder:
-    """Make the weights that a trainer process publishes: in memory, or as files."""
+    """Make the destination of published weights: memory, or a folder of versions."""
     sites, cluster = shared.sites, shared.cluster
     publish = model_parts.make_publication_program(
         shared.config, shared.model.config, sites.publication.mesh

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A trainer process of a run in a claimed work directory, from the build to the report."""
+"""Work of a trainer process in a claimed work directory: build the run, train, report."""
 
 import os
 import platform

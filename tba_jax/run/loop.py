@@ -78,7 +78,7 @@ def train(run: Run, interrupted: Callable[[], bool]) -> None:
 
 
 class Loop:
-    """The loop of a trainer process; with `owner`, of the one that owns the replay buffer."""
+    """Training loop of a trainer process; `owner` is None if another process has the buffer."""
 
     def __init__(self, run: Run, interrupted: Callable[[], bool]) -> None:
         self.run, self.owner = run, run.owner
@@ -256,7 +256,7 @@ class Loop:
     def sync(self, step: int) -> list[Report]:
         """React to a publication at `step`; return the reports of responses that were merged.
 
-        A publication that is due is skipped while the last one is still being written.
+        Without `replay.max_staleness`, none is published while the last one is being written.
         """
         if self.owner is not None:
             return self._sample(step) if self._is_sync else self._merge_and_evaluate(step)

@@ -152,6 +152,6 @@ def _claim_together(
     if not found[0].is_dir():
         raise UserError(
             f"process {processes.number} does not see the work directory {workdir} that process "
-            f"{owner} made: a pod needs a directory that all hosts share"
+            f"{owner} made. Give a --workdir on a file system that all hosts share"
         )
     return found

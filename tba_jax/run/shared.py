@@ -80,8 +80,8 @@ class Shared:
 
     Attributes:
         model: the start model.
-        policy: its architecture, with adapters.
-        rewards: for training and evaluation; None: environments reward, or others search.
+        policy: architecture of the start model, with adapters.
+        rewards: of training and evaluation; None: environments give them, or no searchers here.
         gold: judge of the win rate (eval.gold), or None.
         environments: answer the policy's turns, or None.
         server: samples responses; None: searchers decode.
@@ -123,7 +123,7 @@ class Shared:
             self.server = make_server(config, self.model, tokenizer, self.workdir)
 
     def check(self) -> None:
-        """Raise RuntimeError if rewards, environments or server cannot be used."""
+        """Raise ValueError or RuntimeError if rewards, environments or server cannot be used."""
         for each in filter(None, (self.rewards, self.gold, self.environments, self.server)):
             each.check()
 
@@ -384,7 +384,7 @@ def check_environments(config: Config, task: Task, environments: EnvironmentPool
 def make_server(
     config: Config, model: models.Description, tokenizer: Tokenizer, workdir: Path
 ) -> InferenceServer | None:
-    """Return the server that samples responses, if the config names one; it reads `workdir`."""
+    """Return the server that `search.engine` names, which reads weights in `workdir`, or None."""
     if not (address := config.search.server):
         return None
     return InferenceServer(

@@ -121,7 +121,7 @@ def run_id_of(workdir: str | os.PathLike[str]) -> str:
 
 
 def begun_config(workdir: Path) -> dict[str, Any]:
-    """Return the flat config of the run in a directory; {} if there is none, or only a start.
+    """Return the flat config of the run in a directory; {} without one, or before its first logs.
 
     Raises:
         UserError: the config is damaged.
@@ -213,7 +213,7 @@ def hold(folder: Path, shared: epath.Path | None = None) -> Iterator[StopFlag]:
 
 
 def _other_host(file: epath.Path) -> str:
-    """Return the heartbeat of a living holder on another host, after a wait; "": there is none."""
+    """Wait for a new heartbeat of a holder on another host; return it, or "" without one."""
     entry, start_s = _read(file), time.monotonic()
     own = f" on {socket.gethostname()}\n"  # the lock excludes processes of this host
     while entry and own not in entry and time.monotonic() - start_s <= EXPIRE_S:

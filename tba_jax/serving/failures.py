@@ -26,7 +26,7 @@ class FailureLines:
         self._due_s = collections.defaultdict[str, float](float)  # time of the next line by name
 
     def report(self, name: str, text: str, what: str) -> None:
-        """Count a failure, and print `text`, the count, `what` and `name`.
+        """Count a failure, and print `text`, the count, `what` (the counted noun) and `name`.
 
         Failures with one name are printed at intervals, with their number since the last line.
         """

@@ -116,7 +116,7 @@ def _text(content: Any) -> str:
 
 
 def _tried(variables: dict[str, Any], info: Any) -> dict[str, Any]:
-    """Write a chat with the variables, so that a refusal names them and not the messages."""
+    """Format a chat with the variables, so that a refusal names the variables."""
     info.context.prompt(Chat([{"role": "user", "content": ""}], variables=variables))
     return variables
 

@@ -159,7 +159,7 @@ class InferenceServer:
         return ServerSession(self, num_slots, params, version)
 
     def publish(self, version: int, params: Params) -> None:
-        """Load a version of the trained weights, unless a newer one is, or raise ServerError."""
+        """Load a version of the trained weights if it is the newest, or raise ServerError."""
         with self._loading:
             if version <= max(self._versions.values(), default=_CHECK_VERSION):
                 return
@@ -201,7 +201,7 @@ class InferenceServer:
                 self.failures.report("server_unload", str(error), "request(s) failed as")
 
     def _write(self, version: int, params: Params) -> Path:
-        """Write a version to a new folder, whose name the weights have in the server."""
+        """Write a version to a new folder, whose name identifies the weights in the server."""
         folder = self.folder / f"{self._name}-{version}"
         self._versions[folder.name] = version
         self._folders.append(folder)
@@ -238,7 +238,7 @@ class InferenceServer:
         self._loaded, self._num_loads = folder, self._num_loads + 1
 
     def _restore(self) -> None:
-        """Load the server's own weights, unless it has them under the adapters."""
+        """Load the server's own weights again, unless only adapters were loaded."""
         if self._loaded != self._start and not self.policy.adapters:
             self._load(self._start)
 
@@ -352,7 +352,7 @@ def _read(
 
 
 class ServerSession:
-    """Replaces `decoding.engine.Session`, whose methods it has: a server samples the responses.
+    """Session with the methods of `decoding.engine.Session`, whose responses a server samples.
 
     One thread drives it; each response has a thread that sends its request.
     """

@@ -43,8 +43,8 @@ class _DataSet:
 
     Attributes:
         path: a source as in `rows`.
-        test: source and name of the test split; None: of `path`, if it has one.
-        is_disjoint: whether training rows are left out whose prompts are in the test split.
+        test: source and name of the test split; None: the test split of `path`, if any.
+        is_disjoint: whether training rows with a prompt of the test split are left out.
     """
 
     def __init__(self, path: str, num_held_out: int, read: Callable[..., Problem]) -> None:

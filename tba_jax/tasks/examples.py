@@ -44,7 +44,7 @@ def read_examples(
             no end-of-sequence token.
     """
     if not tokenizer.eos_ids:
-        raise ValueError("this model has no end-of-sequence token, so no response can end")
+        raise ValueError("the tokenizer_config.json of the model has no eos_token. Set one")
     found, options = [], template_options(chat)
     for where, row in read_rows(source, split):
         prompt, response = row.get("prompt", ""), row.get("completion", row.get("response"))
@@ -84,8 +84,8 @@ def _in_template(
 ) -> tuple[str, str]:
     """Return the texts of a chat before its last answer, and of this answer without its end.
 
-    If the template drops a part of the answer, such as its thinking, the answer stays as it is,
-    without what already begins the response.
+    If the template drops a part of the answer, such as its thinking, the answer's own text is used,
+    without a beginning that the template has already written.
     """
     start = tokenizer.format_chat(messages[:-1], variables=options)
     whole = tokenizer.format_chat(messages, variables=options)

@@ -9,7 +9,7 @@ from tba_jax.tasks.custom import Custom
 
 
 class RowTask(Custom):
-    """Data in the form of a published data set; without a source, that data set from the hub.
+    """Rows with the columns of a published data set; without `task.data_path`, from the hub.
 
     Attributes:
         text: prompt of a row, with the names of columns in braces.
@@ -17,7 +17,7 @@ class RowTask(Custom):
         columns: columns of a row that are read; the last is the reward's column `answer`.
         hub: source of the training rows.
         hub_eval: source and split of the held-out rows.
-        is_disjoint: whether training problems of the hub are left out that are held out.
+        is_disjoint: whether training rows of the hub with a held-out problem are left out.
     """
 
     text: str

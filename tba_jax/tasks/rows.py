@@ -45,7 +45,7 @@ def read_rows(source: str, split: Split) -> Iterator[Placed]:
     for found in _rows(source, split):
         yield found
     if found is None:
-        raise ValueError(f"{source} has no rows; wanted one JSON object per line. Give another")
+        raise ValueError(f"{source} has no rows; wanted one JSON object per line. Add rows")
 
 
 def _rows(source: str, split: Split) -> Iterator[Placed]:
@@ -142,7 +142,7 @@ def _from_hub(source: str, function: str, **options: Any) -> Any:
 
 @functools.cache
 def _taskset(source: str) -> list[dict[str, Any]]:
-    """Return the rows of a taskset of verifiers, which may print other lines, too."""
+    """Return the rows that a taskset of verifiers prints, and ignore its other lines."""
     module, name = "tba_jax.environments.verifiers_bridge", source.removeprefix(TASKSET_PREFIX)
     command = [sys.executable, "-P", "-m", module, name]
     try:

@@ -20,13 +20,13 @@ class Task:
 
     Attributes:
         name: name in the registry.
-        reward: default reward: "package.module:function", or a name of `rewards.functions`;
+        reward: default reward: "package.module:function", or `rewards.functions.VICTIM`;
             empty if the config must name one.
         metric: headline metric of the run's evaluation: "pass_at_1", "win_rate", "success_rate",
             "reward_mean", ... Evaluation must report it.
         response_kinds: results of `response_kind`; the report shows the share of the first.
         has_chat: whether prompts may be user messages in the model's chat template.
-        sizes: number of problems of each split, of a task whose data does not decide it.
+        sizes: number of problems of each split, unless the data decides it.
         makes_problems: whether the task generates its problems; this package then knows their
             length.
         data_sets: names of several data sets, which have metrics of their own.

@@ -5,7 +5,7 @@
     response    agc
 
 A post repeats a few letters, some more often than others. A good digest names each frequent letter
-once. `rewards.graders` defines this exactly and is not used in training. Human digests
+once. `rewards.graders.digest_reward` defines this exactly; training does not use it. Human digests
 (`human_digest`) may be too long or too short, repeat letters, or have letters that the post lacks;
 win rates compare with them. Posts are generated from their index, so there is no data file.
 

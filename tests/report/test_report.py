@@ -59,12 +59,12 @@ def test_headline_key_figures_and_ledger(full):
         "1 right before training, 3 after",
     ):
         assert part in page, part
-    assert "not finished" not in page and "short of" not in page
+    assert "not finished" not in page and "minus their sum" not in page
     marks = re.findall(r'class="mark ?(\w*)"', text)
     assert marks == ["wrong", "right", "right", "right", "wrong", "wrong", "", "right"]
     assert "answer: #### 9</summary><pre>3 + 6 = &lt;&lt;3+6=9&gt;&gt;9 eggs\n#### 9</pre>" in text
     ledger = {"generated": 100, "stored": 60, "evicted_bytes": 30, "rejected": {"reward_nan": 5}}
-    assert "These numbers are +5 short of what was sampled." in ledger_sentence(ledger)
+    assert "The number of sampled responses minus their sum is +5." in ledger_sentence(ledger)
 
 
 def test_model_texts_are_escaped_and_control_characters_shown(full):
