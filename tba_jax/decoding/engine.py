@@ -106,7 +106,7 @@ class Session:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no response is unfinished."""
+        """Whether all submitted responses have ended."""
         return not self._num_unfinished
 
     @property
@@ -261,7 +261,7 @@ class Session:
             at = np.stack([first + np.arange(size, dtype=np.int32), at[1] + piece[1]])
 
     def _assign(self, slot: int, sample: _Sample | None) -> None:
-        """Assign a sample to a slot, or empty it; the next launched chunk uses the change."""
+        """Assign a sample to a slot; None empties it. The next launched chunk uses the change."""
         new = Slots(stop_ids=-1)
         if sample is not None:
             prompt, settings = sample.prompt, sample.settings

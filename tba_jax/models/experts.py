@@ -91,7 +91,7 @@ def feed_forward(
 def route(
     rows: Float[Array, "n d"], leaves: Mapping[str, Array], config: TransformerConfig
 ) -> tuple[Float[Array, "n k"], Int32[Array, "n k"]]:
-    """Return (weights of each token's experts, as in transformers; numbers of these experts)."""
+    """Return (weights, numbers) of the experts of each token; weights are as in transformers."""
     wide = jnp.promote_types(rows.dtype, jnp.float32)
     router = leaves["router"].astype(rows.dtype)
     logits = jnp.matmul(rows, router, preferred_element_type=wide)

@@ -246,7 +246,7 @@ class Tokenizer:
                 "roles or their order"
             ) from error
         if unknown := variables.keys() - options:
-            raise ValueError(f"the chat template reads no {sorted(unknown)}, but {sorted(options)}")
+            raise ValueError(f"the chat template lacks {sorted(unknown)}; it has {sorted(options)}")
         if not continues:
             return text
         before, mark, after = text.rpartition(_END.strip())
@@ -326,7 +326,7 @@ def _read_template(folder: Path, settings: Mapping[str, Any]) -> str:
 
 
 class _Generation(Extension):
-    """`{% generation %}`, which marks the assistant's text for training, changes no text."""
+    """`{% generation %}` marks the assistant's text for training, and changes no text."""
 
     tags = {"generation"}
 

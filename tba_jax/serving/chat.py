@@ -85,7 +85,7 @@ class RendererFormat(ChatFormat):
     def _with(self, options: Mapping[str, Any]) -> Any:
         """Return the library's renderer with options of its template."""
         if unknown := options.keys() - (known := self._config.template_field_names()):
-            raise ValueError(f"the chat template reads no {sorted(unknown)}, but {sorted(known)}")
+            raise ValueError(f"the chat template lacks {sorted(unknown)}; it has {sorted(known)}")
         config = type(self._config)(**options) if options else self._config
         return self._library.create_renderer(self._tokenizer.library, config)
 

@@ -70,7 +70,7 @@ class Stored(NamedTuple):
         return shape if self.scales is None else (*shape[:-2], 2 * shape[-2] * shape[-1])
 
     def values(self) -> np.ndarray:
-        """Return the values; of MXFP4 [e out in/32 16] as bfloat16 [e out in], which is exact."""
+        """Return the values; MXFP4 [e out in/32 16] becomes bfloat16 [e out in], which is exact."""
         if self.scales is None:
             return self.array
         out = np.empty(self.shape, jnp.bfloat16)
