@@ -163,7 +163,7 @@ LIMITS = {
     "studies": 789,
     "models/hf": 1396,
     "models": 5298,
-    "decoding": 1249,
+    "decoding": 1250,
     "config": 1026,
     "presets": 438,
     "remote": 1000,

@@ -127,28 +127,29 @@ class Session:
         """Queue one prompt; return the number of the request, counted from 0.
 
         Args:
-            prompt: token ids of the model, at least one.
+            prompt: token ids, at least one.
             keys: uint32 [S 2], threefry key data of each sample.
             settings: settings of the sampling.
             temperatures: float [S], one for each sample; None: `settings.temperature`.
 
         Raises:
-            ValueError: the prompt is empty or too long.
+            ValueError: the prompt is empty or too long, or has an id outside the vocabulary.
         """
-        index, prompt, most = self._num_submitted, np.asarray(prompt), self.decoder.max_length
-        if len(prompt) == 0:
-            raise ValueError(
-                f"decode() got an empty prompt (row {index}); give at least one token, such as "
-                "the beginning-of-sequence token"
-            )
-        if len(prompt) + settings.max_new_tokens > most:
-            raise ValueError(
-                f"decode() got a prompt of {len(prompt)} tokens (row {index}) and max_new_tokens "
-                f"= {settings.max_new_tokens}; the cache holds {most}. Shorten one "
-                "of them, or make the decoder with a larger max_length"
-            )
-        if temperatures is None:
-            temperatures = np.full(len(keys), settings.temperature, np.float32)
+        index, prompt, decoder = self._num_submitted, np.asarray(prompt), self.decoder
+        size, num, wanted = decoder.config.vocab_size, len(prompt), settings.max_new_tokens
+        wrong = prompt[(prompt < 0) | (prompt >= size)]
+        for is_wrong, text in (
+            (num == 0, "an empty prompt; give at least one token, such as the first of a text"),
+            (len(wrong), f"token ids {wrong[:3]}, not 0 to {size - 1}; use the model's tokenizer"),
+            (
+                num + wanted > decoder.max_length,
+                f"a prompt of {num} tokens and max_new_tokens = {wanted}; the cache holds "
+                f"{decoder.max_length}. Shorten one of them, or raise the decoder's max_length",
+            ),
+        ):
+            if is_wrong:
+                raise ValueError(f"decode() got, in row {index}, {text}")
+        temperatures = [settings.temperature] * len(keys) if temperatures is None else temperatures
         for sample, (key, temperature) in enumerate(zip(keys, temperatures, strict=True)):
             begun = Response(index, sample, temperature=float(temperature))
             self._queue.append(_Sample(prompt.astype(np.int32), key, settings, begun))

@@ -216,8 +216,10 @@ def test_a_cancelled_request_leaves_nothing_in_its_slot(params):
     ("changes", "message"),
     [
         ({"num_samples": 0}, "num_slots = 0; wanted at least 1"),
-        ({"prompts": [PROMPTS[0], PROMPTS[0][:0]]}, r"empty prompt \(row 1\)"),
-        ({"settings": SamplingSettings(24)}, r"prompt of 3 tokens \(row 0\).*the cache holds 26"),
+        ({"prompts": [PROMPTS[0], PROMPTS[0][:0]]}, "in row 1, an empty prompt"),
+        ({"settings": SamplingSettings(24)}, "in row 0, a prompt of 3 tokens.*the cache holds 26"),
+        ({"prompts": [np.array([3, 23])]}, r"in row 0, token ids \[23\], not 0 to 22"),
+        ({"prompts": [np.array([-1, 3])]}, r"token ids \[-1\]"),
     ],
 )
 def test_impossible_calls_are_refused(params, decoder, changes, message):

@@ -158,7 +158,6 @@ def test_packed_rows_have_flash_attention_with_its_gradient(shares):
             params,
             tokens,
             tokens,
-            segments > 0,
             config=SMALL,
             compute_dtype=jnp.bfloat16,
             visible=attention.packed(segments, *shared),
