@@ -12,7 +12,6 @@ from red_team_models import write_gpt2, write_llama, write_minilm, write_roberta
 
 from tba_jax.models import model as models
 from tba_jax.run.model_parts import START_MODEL
-from tests.serving.served_model import ServedModel
 
 # The limit of a command is 600 s.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(700)]
@@ -146,17 +145,11 @@ def test_the_miniature_runs_and_evaluate_agrees(cache, tmp_path, capsys):
         assert again[name] == pytest.approx(after[name], rel=1e-4)
 
 
-@pytest.fixture(scope="module")
-def served():
-    with ServedModel().running() as found:
-        yield found
-
-
 @pytest.mark.parametrize("trained", [LORA, SYNC], ids=["adapters", "all weights"])
-def test_the_policy_learns_from_responses_of_a_server(served, tmp_path, cache, trained):
-    server, workdir = f"search.engine={served.url}/v1", tmp_path / "run"
+def test_the_policy_learns_from_responses_of_a_server(model, tmp_path, cache, trained):
+    server, workdir = f"search.engine={model.url}/v1", tmp_path / "run"
     run(workdir, server, "search.num_slots=32", *trained, cache=cache, timeout=600)
-    assert [*served.queues] == ["start"] and not list((workdir / "adapters").glob("*"))
+    assert [*model.queues] == ["start"] and not list((workdir / "adapters").glob("*"))
     records = [r for r in lines(workdir / "metrics.jsonl") if "train/loss" in r]
     assert len(records) == 8 and report(workdir)["ledger"]["rejected"] == {}
     # The mean log-ratio of trained responses is of either sign: older versions drew some of them.

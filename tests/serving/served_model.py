@@ -9,6 +9,7 @@ from pathlib import Path
 from urllib.parse import urljoin
 
 import jax
+import pytest
 import urllib3
 from fake_models import start_model
 from starlette.responses import JSONResponse
@@ -142,3 +143,11 @@ def folder_with_template(folder, template=TEMPLATE):
     shutil.copytree(START_MODEL, folder, dirs_exist_ok=True)
     (folder / "chat_template.jinja").write_text(template)
     return folder
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    """The one served model of the tests of a folder, whose conftest.py imports this."""
+    folder = folder_with_template(tmp_path_factory.mktemp("model"))
+    with ServedModel(folder).running() as found:
+        yield found

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from commands import lines, report, run
 from fake_models import START_MODEL_LOGIT, logprob_bound, scored_tokens
-from served_model import TEMPLATE, folder_with_template
 
-from tests.integration import commands
+from tests.serving.served_model import TEMPLATE, folder_with_template
 
 SCRIPT = Path(__file__).with_name("real_clients.py")
 pytestmark = pytest.mark.slow
@@ -42,7 +42,7 @@ def test_training_clients_get_the_tokens_and_log_probs_of_the_model(name, num, p
 
 
 @pytest.mark.timeout(900)
-def test_a_taskset_of_verifiers_is_the_data_and_the_environment_of_a_run(tmp_path, monkeypatch):
+def test_a_taskset_of_verifiers_is_data_and_environment_of_a_run(cache, tmp_path, monkeypatch):
     """Episodes of two paths: the harness drops its history after a turn."""
     python, workdir = tmp_path / "python", tmp_path / "run"
     path = f"PYTHONPATH={SCRIPT.parent} exec {python_of('verifiers')}"
@@ -55,11 +55,10 @@ def test_a_taskset_of_verifiers_is_the_data_and_the_environment_of_a_run(tmp_pat
     task += "task.num_eval_prompts=1 driver=sync "
     task += "num_steps=1 batch.num_prompts=1 objective.group_size=2 reward.timeout_s=300 "
     task += "search.samples_per_prompt=2 search.num_slots=2 search.max_new_tokens=60"
-    done = commands.run(workdir, *task.split(), cache=tmp_path / "cache", timeout=800)
-    assert done.returncode == 0, done.stderr
-    ledger = json.loads((workdir / "report.json").read_text())["ledger"]
+    run(workdir, *task.split(), cache=cache, timeout=800)
+    ledger = report(workdir)["ledger"]
     assert ledger["rejected"] == {} and ledger["generated"] == 2
-    (record,) = (r for r in commands.lines(workdir / "metrics.jsonl") if "train/loss" in r)
+    (record,) = (r for r in lines(workdir / "metrics.jsonl") if "train/loss" in r)
     assert record["search/episode_paths"] == 2 and record["search/reward_mean"] == 2.5
     # Forked episodes: as of agents whose paths are scored (test_agents).
     assert record["train/sampler_gap"] < 1e-4
