@@ -155,7 +155,7 @@ def test_an_owner_that_is_gone_or_refuses_is_one_clear_line():
     with pytest.raises(PeerError, match="has not responded to a for 60 s .no answer in 10 s.*run"):
         process.client.join((0,), IDENTITY)
     process.wire.fates = []
-    with pytest.raises(PeerError, match="the trainer refuses a: its code and run are 2/r"):
+    with pytest.raises(PeerError, match="refuses a: its code and run are 2/r, wanted 1/r. Start"):
         process.client.join((0,), "2/r")
     house.now += 3.0
     failing = LookupError("a searcher failed")

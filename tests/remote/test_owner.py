@@ -8,7 +8,7 @@ from fake_tickets import IDENTITY, House, Numbered, S, make_result
 
 from tba_jax.flow.tickets import DecodeCounts, Ticket
 from tba_jax.remote import owner as owners
-from tba_jax.remote.channel import Rewind, RunEnded
+from tba_jax.remote.channel import Rewind
 from tba_jax.remote.messages import Mail, encode
 
 
@@ -16,8 +16,8 @@ def numbers(tickets):
     return [ticket.number for ticket in tickets]
 
 
-def join(house, *searchers, identity=IDENTITY):
-    return house.owner.join(searchers or (0,), "a", identity)
+def join(house, *searchers):
+    return house.owner.join(searchers, "a", IDENTITY)
 
 
 def put(house, searcher, *taken, version=0):
@@ -49,8 +49,12 @@ def test_tickets_are_numbered_prompts_and_a_repeated_result_is_dropped():
     house.check()
 
 
-def test_a_message_with_a_bad_result_leaves_no_trace():
+def test_a_message_that_cannot_be_read_or_has_a_bad_result_leaves_no_trace():
+    """The channel answers a ValueError with HTTP 400; any other error would end the run."""
     house = House()
+    for handler in house.owner.handlers().values():
+        with pytest.raises(ValueError, match="cannot be read .* Install the same version"):
+            handler(encode("a"))
     house.owner.take(0, 1, 0)
     with pytest.raises(ValueError, match="ticket 5 was not issued"):
         put(house, 0, 0, 5)
@@ -128,7 +132,6 @@ def test_as_many_tickets_begin_as_are_allowed_with_the_version_of_the_trainer():
     [
         ({"max_staleness": 0}, 0, 9, 1000),  # no bound
         ({}, 0, 0, 12),  # three batches of four: used at staleness 0, 1 and 2
-        ({}, 7, 7, 12),
         ({}, 6, 7, 8),  # one step since these weights is gone
         ({}, 4, 7, 0),  # it would be late at once
         ({"share": 0.5}, 0, 0, 6),  # half of the slots are replay
@@ -182,32 +185,9 @@ def test_given_responses_come_first_and_once():
     assert house.owner.num_given == 3 and numbers(house.owner.take(0, 1, 0)) == [4]
 
 
-def test_a_process_of_another_run_or_of_none_is_told_so():
+def test_a_process_without_searchers_waits_for_the_end():
     house = House()
-    with pytest.raises(ValueError, match="its code and run are 2/r, wanted 1/r. Start the same"):
-        join(house, identity="2/r")
     place = house.owner.join((), "idle", "")
     assert not house.owner.wants_stop and house.owner.absent == [0, 1]
     house.owner.answer(place, 0, True, ())
     assert house.owner.wants_stop
-    house.owner.has_ended = True
-    for searchers in ((), (0,)):
-        with pytest.raises(RunEnded, match="the run has ended"):
-            house.owner.join(searchers, "a", IDENTITY)
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("join", b"{}"),
-        ("join", encode(("a", "b"))[:-1]),
-        ("search", encode("a")),
-    ],
-)
-def test_a_malformed_message_is_refused_and_changes_nothing(name, message):
-    """The channel answers a ValueError with HTTP 400; any other error would end the run."""
-    house = House()
-    handler = house.owner.handlers()[name]
-    with pytest.raises(ValueError, match="cannot be read .* Install the same version"):
-        handler(message)
-    house.check()
