@@ -55,7 +55,6 @@ def test_placements_of_one_process(placement, each, groups):
         ("split", chips("cpu", 1, 1), 1, 1, "Set --config.placement=shared"),
         ("hosts", chips("cpu", 1, 4), 4, 1, "do not fit placement=hosts on 1 host"),
         # Half the chips of each host abort the compiler of libtpu.
-        ("auto", chips("TPU v5 lite", 2, 4), 2, 1, r"= 2 trainer devices do not fit .* \[8\]"),
         ("auto", chips("TPU v6 lite", 4, 4), 6, 1, r"= 6 trainer devices do not fit .* \[16\]"),
         ("auto", chips("TPU v5", 2, 4), 3, 1, r"= 3 trainer .* do not fit .* \[2, 4, 6, 8\]"),
     ],
@@ -97,7 +96,6 @@ def grid(kind, columns, rows):
     ("devices", "trainer", "trains", "searches"),
     [
         (chips("cpu", 4, 1), 2, [0, 1], [2, 3]),
-        (chips("TPU v6 lite", 4, 4), 8, [0, 1], [2, 3]),
         (chips("TPU v5 lite", 4, 4), 12, [0, 1, 2], [3]),
         # A large v5e slice: the last rectangle of hosts, and the first host has no part in it.
         (grid("TPU v5 lite", 4, 4), 32, [2, 3, 6, 7, 10, 11, 14, 15], [1, 4, 5, 8, 9, 12, 13]),

@@ -25,7 +25,6 @@ def mesh(**axes):
         # Whole experts where their number permits.
         (("layers", "experts", "embed"), (3, 8, 16), P(None, "fsdp", None)),
         (("layers", "experts", "embed"), (3, 5, 16), P(None, None, "fsdp")),
-        (("embed", None, "kv_heads", "head_dim"), (16, 2, 4, 8), P("fsdp", None, "model", None)),
         (("embed", None, "kv_heads", "head_dim"), (16, 2, 2, 8), P("fsdp", None, None, None)),
         (("vocab", "embed"), (64, 16), P("model", "fsdp")),
         (("vocab", "embed"), (50257, 16), P(None, "fsdp")),
