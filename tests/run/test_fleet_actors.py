@@ -11,13 +11,12 @@ import pytest
 from tba_jax.config.resolved import asked, writes_versions
 from tba_jax.config.rules import validate
 from tba_jax.config.schema import make_config
-from tba_jax.devices.config import parse_resources
 from tba_jax.devices.placement import divide
 from tba_jax.run.errors import RunError, UserError, is_mendable
 from tba_jax.run.fleet import Fleet, connected, train_fleet
 from tba_jax.run.shared import open_sites
 
-FLEET = {"placement": "fleet", "task.name": "arithmetic"}
+FLEET = {"placement": "fleet", "task.name": "arithmetic", "fleet.trainer": "CPU=1, spot=0.5"}
 
 
 @pytest.mark.parametrize(
@@ -26,17 +25,13 @@ FLEET = {"placement": "fleet", "task.name": "arithmetic"}
         ({"driver": "sync"}, "config.driver = 'sync': the searchers of a fleet are other"),
         ({"num_searchers": 3}, "max_searchers = 4: must be a multiple of num_searchers=3"),
         ({"fleet.searcher": "GPU"}, "config.fleet.searcher = 'GPU': must read NAME=NUMBER"),
+        ({"fleet.searcher": "GPU=0"}, "config.fleet.searcher = 'GPU=0': must read NAME=NUMBER"),
     ],
 )
 def test_a_fleet_that_cannot_be_is_refused(change, words):
     validate(make_config(FLEET))
     with pytest.raises(ValueError, match=words):
         validate(make_config({**FLEET, **change}))
-
-
-def test_resources():
-    assert parse_resources("TPU=4, spot=0.5") == {"TPU": 4.0, "spot": 0.5}
-    assert parse_resources("TPU=0") is None and parse_resources("=1") is None
 
 
 def test_without_ray_the_command_says_what_to_install(tmp_path, monkeypatch):
