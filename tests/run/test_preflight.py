@@ -21,9 +21,6 @@ def noted(completions, answer, **kwargs):
 def wants_target(completions, target):
     return [0.0 for _ in completions]
 
-def raises(completions, **kwargs):
-    return [undefined for _ in completions]
-
 def too_short(completions, **kwargs):
     return []
 """
@@ -34,7 +31,6 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("custom")
     rows = [{"question": f"{a} + 1 =", "answer": str(a + 1)} for a in range(40)]
     (folder / "train.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    (folder / "bad.jsonl").write_text('{"question": "1"}\n{"question": }\n')
     (folder / "rewards.py").write_text(REWARDS)
     shutil.copytree(START_MODEL, folder / "pickled")
     (folder / "pickled" / "model.safetensors").rename(folder / "pickled" / "pytorch_model.bin")
@@ -60,13 +56,11 @@ BROKEN = [
         {"search__engine": "http://127.0.0.1:9/v1", "lora__rank": 4},
         "127.0.0.1:9/v1': not reachable",
     ),
-    ({"task__reward": "{}/rewards.py:raises"}, "undefined"),
     ({"task__reward": "{}/rewards.py:scroe"}, "/rewards.py has no attribute 'scroe'"),
     ({"task__reward": "{}/rewards.py:wants_target"}, "missing 1 required .* argument: 'target'"),
     ({"task__reward": "{}/rewards.py:too_short"}, "returned 0 rewards for 1"),
     ({"task__environment": "{}/rewards.py:Env"}, "/rewards.py has no attribute 'Env'"),
     ({"task__columns": "prompt=query"}, "no column 'query'"),
-    ({"task__data_path": "{}/bad.jsonl"}, "bad.jsonl, line 2"),
     ({"task__max_prompt_tokens": 5000}, "was made for"),  # above the context
     ({"model__path": "{}/model"}, "/model' is not a folder"),
     ({"model__path": "{}/pickled"}, "no model.safetensors there. Download"),
