@@ -55,24 +55,12 @@ def score(source, tokenizer, completion, has_eos=True):
     return asyncio.run(source.score(responses))[0].reward
 
 
-def test_the_config_names_the_reward_function_and_the_task_has_one_otherwise(tokenizer):
-    config, task = of_task("arithmetic")
-    for path, columns, wanted in (
-        ("tba_jax.rewards.graders:digest_reward", {}, 1 - 3 * 0.06),
-        ("", {"answer": 7}, 0.0),  # "abc" is no number
-    ):
-        given = replace(config, {"task.reward": path})
-        with contextlib.closing(make_rewards(given, task, tokenizer, SITES[0])[0]) as source:
-            source.check()
-            responses = [Completion(POST, "abc", columns, np.zeros(1, np.int32))]
-            got = asyncio.run(source.score(responses))
-        np.testing.assert_allclose(got[0].reward, wanted, atol=1e-9)
-
-
 def test_a_reward_model_gets_its_settings_and_a_copy_on_each_device(tokenizer):
     config, task = of_task("tldr_toy")
     config = replace(config, {"reward.model_path": REWARD_MODEL, "eval.gold": GOLD})
-    plain, _ = make_rewards(config, task, tokenizer, SITES[0])
+    plain, gold = make_rewards(config, task, tokenizer, SITES[0])
+    with contextlib.closing(gold):
+        assert score(gold, tokenizer, "abc") == pytest.approx(1 - 3 * 0.06)  # three characters
     config = replace(config, {"reward.missing_eos": -1.0})
     set_up, _ = make_rewards(config, task, tokenizer, SITES[0])
     own = score(plain, tokenizer, "abc")
