@@ -26,8 +26,8 @@ import numpy as np
 
 from tba_jax.commands.saved import load_policy
 from tba_jax.run.checkpoint import Checkpoints
-from tests.integration.commands import assert_trained, children, lines, losses, run, start
-from tests.integration.fleets import LIMIT_S, Fleet, check
+from tests.integration.commands import assert_trained, lines, losses, run, start
+from tests.integration.fleets import LIMIT_S, Fleet, below, check
 
 STEPS_PER_KILL = 10
 SETTINGS = ("checkpoint.period=3", "eval.period=12")
@@ -57,7 +57,7 @@ def kill_often(workdir, driver, *, kills, num_steps, cache, seed=0):
     for _ in range(kills):
         process = start(workdir, *settings, cache=cache)
         wait_for_moment(process, workdir, draws)
-        offspring = [] if process.poll() is not None else children(process.pid)
+        offspring = [] if process.poll() is not None else [pid for pid, _ in below(process.pid)]
         process.kill()
         out, err = process.communicate()
         assert process.returncode in (0, -9) and "Traceback" not in err, (out, err)

@@ -125,12 +125,6 @@ def wait_for(condition, *, process, timeout=120.0):
         time.sleep(0.02)
 
 
-def children(pid):
-    """Process ids of a process's children."""
-    listing = subprocess.run(["pgrep", "-P", str(pid)], capture_output=True, text=True)
-    return [int(child) for child in listing.stdout.split()]
-
-
 def start_pod(num_processes, workdir, *overrides, cache, cwd=None):
     """The launcher, without waiting."""
     launcher = [sys.executable, "-m", "tba_jax", "launch_processes"]

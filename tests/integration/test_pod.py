@@ -3,7 +3,6 @@
 
 import contextlib
 import shutil
-import textwrap
 from types import SimpleNamespace
 
 import numpy as np
@@ -32,12 +31,8 @@ SAME = (
 @pytest.fixture
 def folder(tmp_path):
     """A user's folder with a reward that tells responses apart."""
-    (tmp_path / "my_rewards.py").write_text(
-        textwrap.dedent("""
-        def length(prompts, completions, **columns):
-            return [len(text) / 20 for text in completions]
-        """)
-    )
+    reward = "def length(completions, **columns):\n    return [len(x) / 20 for x in completions]\n"
+    (tmp_path / "my_rewards.py").write_text(reward)
     return tmp_path
 
 
@@ -92,7 +87,9 @@ def test_pods_of_two_and_four_make_the_losses_of_one_and_four_resume_on_fewer(ca
     for number in (1, 2):
         workdir = folder / f"resumed{number}"
         shutil.copytree(folder / "of4", workdir)
-        edit_config(workdir, num_steps=24)
+        saved = read_json(workdir / "config.json")
+        saved["config"]["num_steps"] = 24
+        write_json(workdir / "config.json", saved)
         more = ("num_steps=24", f"JAX_NUM_CPU_DEVICES={8 // number}")
         code, out, err = run_pod(number, workdir, *fields, *more, cache=cache, cwd=folder)
         assert code == 0, err
@@ -111,23 +108,13 @@ def assert_close(found, expected):
     np.testing.assert_allclose(found, expected, rtol=0, atol=2 * 4.8e-7 * max(expected) ** 0.5)
 
 
-def edit_config(workdir, **fields):
-    path = workdir / "config.json"
-    content = read_json(path)
-    content["config"].update(fields)
-    write_json(path, content)
-
-
-@pytest.mark.parametrize(
-    ("changed", "words"), [({"seed": 5}, "seed: 0 -> 5"), ({"code": "x"}, "code: 'tba_jax .*'x'")]
-)
-def test_another_command_or_version_on_one_host_is_refused(changed, words, tmp_path):
+def test_another_version_on_one_host_is_refused(tmp_path):
     def gather(value):
-        """As a second process with another seed or other code would answer."""
-        return [value, value | changed if isinstance(value, dict) else value]
+        """As a second process with other code would answer."""
+        return [value, value | {"code": "x"} if isinstance(value, dict) else value]
 
     pod, config = SimpleNamespace(number=0, gather_json=gather, close=str), make_config()
-    wanted = f"process 1 was started with another command than process 0: {words}. Start"
+    wanted = "process 1 was started with another command than process 0: code: 'tba_jax .*'x'. St"
     with contextlib.ExitStack() as held, pytest.raises(UserError, match=wanted):
         _claim_together(pod, config, tmp_path / "run", 0, held)
     assert not any(tmp_path.iterdir())
