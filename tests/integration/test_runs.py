@@ -105,12 +105,11 @@ SHARED_BY_ALL = (
 @pytest.mark.parametrize(
     "overrides",
     [
-        ("num_searchers=2", "sync_period=2"),
         ("num_searchers=2", *IN_AN_ENVIRONMENT),
         ("num_searchers=2", *WITH_AN_AGENT),
         SHARED_BY_ALL,
     ],
-    ids=("one device", "environment", "agent", "two devices each"),
+    ids=("environment", "agent", "two devices each"),
 )
 def test_async_run_trains_on_searcher_data(overrides, cache, tmp_path):
     workdir = tmp_path / "run"
