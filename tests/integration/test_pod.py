@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from commands import SYNC, is_balanced, losses, report, run, run_pod
+from commands import SYNC, assert_trained, losses, report, run, run_pod
 
 from tba_jax.config.schema import make_config
 from tba_jax.run.errors import UserError
@@ -41,10 +41,10 @@ def test_two_processes_train_and_search_together(cache, tmp_path):
     overrides = ("num_steps=3", "checkpoint.period=0", "JAX_NUM_CPU_DEVICES=2", "num_searchers=2")
     code, out, err = run_pod(2, workdir, *overrides, cache=cache)
     assert code == 0, err
-    assert out.count("Report: ") == 1 and sorted(losses(workdir)) == [1, 2, 3]
+    assert out.count("Report: ") == 1
+    assert_trained(workdir, 3)
     final = report(workdir)
     assert final["processes"] == 2 and len(final["idle_s"]["searchers"]) == 2
-    assert is_balanced(final["ledger"])
 
 
 @pytest.mark.slow
@@ -93,8 +93,8 @@ def test_pods_of_two_and_four_make_the_losses_of_one_and_four_resume_on_fewer(ca
         more = ("num_steps=24", f"JAX_NUM_CPU_DEVICES={8 // number}")
         code, out, err = run_pod(number, workdir, *fields, *more, cache=cache, cwd=folder)
         assert code == 0, err
-        assert "at step 20 of 24" in out and len(losses(workdir)) == 24
-        assert is_balanced(report(workdir)["ledger"])
+        assert "at step 20 of 24" in out
+        assert_trained(workdir, 24)
         found[f"resumed{number}"] = losses(workdir)
     assert_close(found["resumed1"], found["resumed2"])
 
