@@ -188,20 +188,20 @@ def test_rooms_stay_within_their_limit(room):
 OTHERS = ("bench", "devices", "flow", "launch", "storage", "studies", "tasks", "weights")
 TEST_LIMITS = {
     ("models", "decoding", "golden"): 3489,
-    ("train",): 1387,
+    ("train",): 1374,
     ("replay",): 583,
     ("search", "evaluation"): 819,
     ("chaos",): 355,
     ("rewards", "environments"): 1967,
-    ("integration",): 1063,  # with the real clients of the server
+    ("integration",): 1029,  # with the real clients of the server
     ("planning",): 588,
     ("report", "commands"): 1038,
     ("config",): 443,
     ("serving",): 811,
-    ("remote",): 691,
-    ("run",): 1086,  # what a config.json alone means; the start model of resumed runs
-    OTHERS: 2078,
-    ("",): 1710,  # with padded responses, which were a part of the package
+    ("remote",): 671,
+    ("run",): 1045,  # what a config.json alone means; the start model of resumed runs
+    OTHERS: 2074,
+    ("",): 1708,  # with padded responses, which were a part of the package
 }
 
 
