@@ -199,6 +199,8 @@ def main() -> None:
     args = parser.parse_args()
     lines = args.data.read_text().splitlines() if args.data else ()
     rows, grade = [json.loads(line) for line in lines], reward
+    if args.data and not rows:
+        parser.error(f"{args.data} has no rows; wanted one JSON object a line")
     if args.reward:
         grade = imported(args.reward)
     train(args.model, args.steps, args.seed, rows=rows, grade=grade)

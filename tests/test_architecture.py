@@ -167,7 +167,7 @@ LIMITS = {
     "config": 1026,
     "presets": 438,
     "remote": 1000,
-    "run": 2899,
+    "run": 2900,
     "planning": 2300,
     "tasks": 1246,
     "environments": 1215,

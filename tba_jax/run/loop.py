@@ -326,13 +326,14 @@ class Loop:
                 return reports
             why = f"{merged:,} groups were merged since the last step"
         counts = {name: n for name, n in run.buffer.ledger().items() if n}
+        look = "replay.max_bytes and batch.num_prompts"
         if rejected := counts.get("rejected"):
             why += f", and most rejections are {max(rejected, key=rejected.get)}"
+            look = "its first line above, and at the output of your code in the folder logs"
         raise RunError(
             f"no batch of {config.batch.num_prompts} prompts can be drawn from the replay buffer: "
             f"{why}. It holds {run.buffer.num_trajectories} rows ({run.buffer.num_bytes:,} of "
-            f"{config.replay.max_bytes:,} bytes); responses so far: {counts}. Look at the "
-            "rejections, replay.max_bytes and batch.num_prompts"
+            f"{config.replay.max_bytes:,} bytes); responses so far: {counts}. Look at {look}"
         )
 
     def stepped(self) -> dict[str, Any]:

@@ -52,7 +52,7 @@ class Needs:
     Attributes:
         total: what the sum of the terms is divided by, counted over the batch.
         sampler: any: the loss is right for responses of any sampler; policy: it assumes that the
-            sampler is the current policy, so responses of several versions are refused; ratio: it
+            sampler is the current policy, so one version samples a whole response; ratio: it
             reads the sampler's log-probs. Only any accepts responses of no version of the policy.
         beta: positive: the loss divides by beta; any: beta may be 0; unused: beta is not read.
         head: learned head that the loss reads, or "".
