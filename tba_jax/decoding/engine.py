@@ -149,8 +149,8 @@ class Session:
         ):
             if is_wrong:
                 raise ValueError(f"decode() got, in row {index}, {text}")
-        temperatures = [settings.temperature] * len(keys) if temperatures is None else temperatures
-        for sample, (key, temperature) in enumerate(zip(keys, temperatures, strict=True)):
+        own = [settings.temperature] * len(keys) if temperatures is None else temperatures
+        for sample, (key, temperature) in enumerate(zip(keys, own, strict=True)):
             begun = Response(index, sample, temperature=float(temperature))
             self._queue.append(_Sample(prompt.astype(np.int32), key, settings, begun))
         self._num_submitted += 1

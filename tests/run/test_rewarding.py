@@ -62,7 +62,8 @@ def test_a_reward_model_gets_its_settings_and_a_copy_on_each_device(tokenizer):
     with contextlib.closing(gold):
         assert score(gold, tokenizer, "abc") == pytest.approx(1 - 3 * 0.06)  # three characters
     config = replace(config, {"reward.missing_eos": -1.0})
-    set_up, _ = make_rewards(config, task, tokenizer, SITES[0])
+    set_up, other = make_rewards(config, task, tokenizer, SITES[0])
+    other.close()
     own = score(plain, tokenizer, "abc")
     # The default, infinity, stands for "no such penalty": a cut response keeps its own score.
     assert -10 < score(plain, tokenizer, "abc", has_eos=False) < 10
