@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.usefixtures("compiled_once")
 
 
+@pytest.mark.slow
 def test_the_page_learns():
     spec = importlib.util.spec_from_file_location("one_page", ROOT / "docs" / "one_page.py")
     page = importlib.util.module_from_spec(spec)

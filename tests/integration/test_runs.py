@@ -143,6 +143,7 @@ def length_penalty(completion_ids, **kwargs):
 """
 
 
+@pytest.mark.slow
 def test_a_chat_data_set_trains_with_trl_rewards_from_elsewhere(cache, tmp_path):
     model = shutil.copytree(ROOT / "tba_jax" / "assets" / "start_model", tmp_path / "model")
     (model / "chat_template.jinja").write_text(TEMPLATE)

@@ -153,6 +153,7 @@ def test_the_gradient_is_that_of_the_merged_matrices_by_the_chain_rule():
             np.testing.assert_allclose(got, 2.0 * product, rtol=1e-3, atol=3e-6, err_msg=leaf)
 
 
+@pytest.mark.slow
 def test_the_step_on_a_mesh_equals_that_of_one_device():
     policy = lora.with_adapters(DIVISIBLE, 3, 6.0, ALL)
     base, start = random_params(DIVISIBLE), trained_adapters(policy)

@@ -115,6 +115,7 @@ def facts():
     return child.answer(request())
 
 
+@pytest.mark.slow
 def test_programs_of_a_run_are_compiled_with_their_memory_and_least_times(facts):
     names = ["train_step", "publish", "decode_chunk"]
     done = command.plan(request(), facts, names, child.answer)

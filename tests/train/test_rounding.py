@@ -6,6 +6,7 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 import optax
 from fake_batches import CONFIG, SETTINGS, make_batch, make_mesh
 from fake_models import random_params
@@ -83,6 +84,7 @@ def vector_of(tree):
     return np.concatenate([np.asarray(x, np.float64).ravel() for x in jax.tree.leaves(tree)])
 
 
+@pytest.mark.slow
 def test_fifty_consistent_steps_move_weights_as_far_as_in_float32():
     """AdamW with one gradient for all steps: exact numbers move by the rate, along its sign."""
 
