@@ -6,8 +6,8 @@ from dataclasses import replace
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 import optax
+import pytest
 from fake_batches import CONFIG, SETTINGS, make_batch, make_mesh
 from fake_models import random_params
 from jax.sharding import NamedSharding, PartitionSpec
