@@ -217,8 +217,8 @@ class Loop:
                 seen, deadline = now, time.monotonic() + limit_s
             elif time.monotonic() > deadline:
                 raise PeerError(
-                    f"the searchers {what} within {limit_s:.0f} s (config.log.watchdog_s); missing "
-                    f"are {self._own().absent}. Look at the output of their processes. {CONTINUE}"
+                    f"the searchers {what} within {limit_s:.0f} s (config.log.watchdog_s): absent "
+                    f"{self.owner.absent if self.owner else '?'}. Look at their outputs. {CONTINUE}"
                 )
 
     def _merge(self, most: int | None = None) -> list[Report]:
