@@ -7,13 +7,14 @@ toy (default)
     Sums with a calculator, for the embedded start model, offline on 2 CPU cores. The start model
     calls the calculator in a quarter of its episodes and guesses in the others.
 qwen3_1_7b
-    GSM8K with the calculator of the package. Needs pip install 'tba_jax[chat-tools]'.
+    GSM8K with the tool `python`, which runs code in a sandbox. Needs pip install
+    'tba_jax[chat-tools]', Linux and libseccomp.
 qwen3_4b
-    Adapters on MATH with the sandboxed Python of the package. Needs pip install
-    'tba_jax[chat-tools,math]', Linux and libseccomp.
+    Adapters on MATH with the same tool. Needs pip install 'tba_jax[chat-tools,math]', Linux and
+    libseccomp.
 
-The observations of both tools are a function of the tokens before them, so the balance of whole
-episodes is exact (docs/guide/environments.md).
+The observations of calculator and tool are a function of the tokens before them, so the balance of
+whole episodes is exact (docs/guide/environments.md).
 """
 
 from tba_jax.presets.math import PRESETS as MATH
@@ -32,11 +33,11 @@ PRESETS = {
 }
 
 
-for _name, _task, _tool in (("qwen3_1_7b", "gsm8k", "calculator"), ("qwen3_4b", "math", "python")):
+for _name, _task in (("qwen3_1_7b", "gsm8k"), ("qwen3_4b", "math")):
     PRESETS[_name] = {
         **MATH[_name],
         "task.name": _task,
-        "task.environment": f"tba_jax.environments.tools:{_tool}",
+        "task.environment": "tba_jax.environments.tools:python",
         "task.renderer": "qwen3",
         "batch.micro_batch_rows": 0,
         # Limits of an episode, with schemas, question and results. The caches of slots and of

@@ -168,14 +168,14 @@ def test_a_class_written_for_trl_has_tools_and_a_reward_that_may_be_awaited():
 
 
 def test_typed_functions_are_tools_without_a_state_or_a_reward():
-    with pool_of(f"tba_jax.environments.tools:calculator, {FILE}:lookup") as pool:
+    with pool_of(f"tba_jax.environments.tools:python, {FILE}:lookup") as pool:
         assert pool.has_tools and not pool.has_reward
         asked = calls(
             {"name": "lookup", "arguments": {"key": "a"}},
-            {"name": "calculator", "arguments": {"expression": "3*4"}},
+            {"name": "python", "arguments": {"code": "3*4"}},
         )
         ((finish, verdict, texts),) = play(pool, {"p": [asked, "x"]}, row(Letters(), "p", **CHAT))
-        assert (finish, verdict, texts) == ("eos", None, [f"{asked}112x"])
+        assert (finish, verdict, texts) == ("eos", None, [f"{asked}112\nx"])
 
 
 @pytest.fixture

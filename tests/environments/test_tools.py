@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Tools that ship: what they compute, and what code in the sandbox cannot do."""
+"""The tool python: what it returns, and what code in the sandbox cannot do."""
 
 import os
 import subprocess
@@ -8,28 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from tba_jax.environments import sandbox, tools
+from tba_jax.environments import sandbox
 from tba_jax.environments.sandbox import run_python
 
 
 def run(code):
     return run_python(code, timeout_s=1.0, max_memory_bytes=2**28)
-
-
-@pytest.mark.parametrize(
-    ("expression", "value"),
-    [
-        ("(17 + 4) * 3", "63"),
-        ("2**-1 + 7 % 4", "3.5"),
-        ("max(1, -abs(-5), round(2.6))", "3"),
-        ("1/0", "error: division by zero"),
-        ("9**9**9", "error: the power is too large"),
-        ("__import__('os')", "error: __import__('os') is not arithmetic"),
-        ("1 +", "error: invalid syntax (<unknown>, line 1)"),
-    ],
-)
-def test_the_calculator_computes_arithmetic_and_nothing_else(expression, value):
-    assert tools.calculator(expression) == value
 
 
 def test_python_code_prints_its_output_and_last_value():
