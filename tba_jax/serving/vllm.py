@@ -27,6 +27,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import urllib3
 
 from tba_jax.decoding.requests import Response, SamplingSettings, Statistics, StopStrings
 from tba_jax.devices.site import reading_mesh
@@ -51,10 +52,6 @@ _START = (
 )
 
 
-class ServerError(RuntimeError):
-    """The server gave no usable response before the last attempt."""
-
-
 @dataclasses.dataclass
 class InferenceServer:
     """Thread-safe client, which all searchers of a process share.
@@ -73,8 +70,6 @@ class InferenceServer:
     stop_strings: StopStrings | None = None  # texts that end a response
 
     def __post_init__(self) -> None:
-        import urllib3  # slow; other runs need no client
-
         self.failures = FailureLines(f"search.engine {self.url}")
         self._root = self.url.rstrip("/").removesuffix("/v1")
         self._http = urllib3.PoolManager(maxsize=256, retries=False)
@@ -134,8 +129,7 @@ class InferenceServer:
             self._load(folder)
             found = [self._ask(row, np.zeros(2, np.uint32), settings) for row in prompts]
         finally:
-            self._unload(folder)
-            self._restore()  # a run that is stopped now leaves no wrong weights
+            self._unload(folder)  # a run that is stopped now leaves no wrong weights
         plain = dataclasses.replace(self.policy, adapters=None, attention="xla")
         tokens, num = np.array([y.tokens for y in found]), settings.max_new_tokens
         rows = np.concatenate([prompts, tokens], axis=1), np.full(8, 8), np.full((8, 1), num)
@@ -159,7 +153,7 @@ class InferenceServer:
         return ServerSession(self, num_slots, params, version)
 
     def publish(self, version: int, params: Params) -> None:
-        """Load a version of the trained weights if it is the newest, or raise ServerError."""
+        """Load a version of the trained weights if it is the newest, or raise RuntimeError."""
         with self._loading:
             if version <= max(self._versions.values(), default=_CHECK_VERSION):
                 return
@@ -170,9 +164,10 @@ class InferenceServer:
                 self._unload(old)
 
     def sample(self, prompt: np.ndarray, key: np.ndarray, settings: SamplingSettings) -> Response:
-        """Return a response to a prompt, int32 [s], as sample 0 of request 0; or raise ServerError.
+        """Return a response to a prompt, int32 [s], as sample 0 of request 0.
 
-        The key, uint32 [2], becomes the seed of the request, which some servers ignore.
+        The key, uint32 [2], becomes the seed of the request, which some servers ignore. Raises
+        RuntimeError if the server gives no usable response.
         """
 
         def attempt() -> Response:
@@ -195,10 +190,6 @@ class InferenceServer:
         with self._loading:
             for folder in list(self._folders):
                 self._unload(folder)
-            try:
-                self._restore()
-            except Failure as error:
-                self.failures.report("server_unload", str(error), "request(s) failed as")
 
     def _write(self, version: int, params: Params) -> Path:
         """Write a version to a new folder, whose name identifies the weights in the server."""
@@ -237,16 +228,13 @@ class InferenceServer:
                 self._send("/resume", {})
         self._loaded, self._num_loads = folder, self._num_loads + 1
 
-    def _restore(self) -> None:
-        """Load the server's own weights again, unless only adapters were loaded."""
-        if self._loaded != self._start and not self.policy.adapters:
-            self._load(self._start)
-
     def _unload(self, folder: Path) -> None:
-        """Delete the folder of a version, and unload adapters."""
+        """Unload adapters, or load the server's own weights again; delete the version's folder."""
         try:
             if self.policy.adapters:
                 self._send("/v1/unload_lora_adapter", {"lora_name": folder.name})
+            elif self._loaded == folder:
+                self._load(self._start)
         except Failure as error:
             if error.name != "server_no_model":  # a restarted server has no adapters
                 self.failures.report("server_unload", str(error), "request(s) failed as")
@@ -280,7 +268,7 @@ class InferenceServer:
         return _read(choice, [self._versions[x] for x in names], settings)
 
     def _repeat(self, attempt: Callable[[], Any]) -> Any:
-        """Call `attempt` until it raises no Failure, and return its result, or raise ServerError.
+        """Call `attempt` until it raises no Failure, and return its result, or raise RuntimeError.
 
         A request that the server refuses is not repeated, others for twice the timeout.
         """
@@ -294,7 +282,7 @@ class InferenceServer:
             spent_s = time.monotonic() - start_s
             left_s = 0.0 if failed.name == "server_refused" else 2 * self.timeout_s - spent_s
             if left_s <= 0 or self._is_closed.wait(min(pause_s, left_s)):
-                raise ServerError(
+                raise RuntimeError(
                     f"search.engine = {self.url!r}: {failed} ({failed.name}; {num} attempts in "
                     f"{spent_s:.0f} s). Repair the server, then run the same command again to "
                     "continue"
@@ -306,8 +294,6 @@ class InferenceServer:
 
         A text is returned as {}. Raises Failure without a response, and for statuses but 200.
         """
-        import urllib3
-
         key = os.environ.get("OPENAI_API_KEY")
         try:
             found = self._http.request(
@@ -360,7 +346,7 @@ class ServerSession:
     def __init__(self, server: InferenceServer, num_slots: int, params: Any, version: int) -> None:
         self._server, self.num_slots, self.statistics = server, num_slots, Statistics()
         self._open: set[concurrent.futures.Future[Response]] = set()
-        self._num_submitted = 0
+        self._numbers = itertools.count()
         self.swap(params, version)
 
     @property
@@ -379,8 +365,7 @@ class ServerSession:
         self, prompt: np.ndarray, keys: np.ndarray, settings: SamplingSettings, temperatures: Any
     ) -> int:
         """Request responses to one prompt; arguments and result as of `Session.submit`."""
-        number, server = self._num_submitted, self._server
-        self._num_submitted += 1
+        number, server = next(self._numbers), self._server
         ids = server.eos_ids if settings.stop_ids is None else settings.stop_ids
         ends = {"stop_ids": ids, "stop_strings": settings.stop_strings or server.stop_strings}
         for j, key in enumerate(keys):
@@ -403,7 +388,7 @@ class ServerSession:
         """Do nothing: the server decides which caches it keeps."""
 
     def step(self) -> list[Response]:
-        """Wait a short time for responses; return those that have arrived, or raise ServerError."""
+        """Wait a short time for responses; return those that have arrived, or raise an error."""
         start_s = time.perf_counter()
         ended, self._open = concurrent.futures.wait(
             self._open, _STEP_S, concurrent.futures.FIRST_COMPLETED
