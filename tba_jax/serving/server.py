@@ -14,7 +14,7 @@ import json
 import os
 import queue
 import traceback
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
 from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
@@ -70,20 +70,6 @@ class RequestQueue:
 
     def step(self, session: Session) -> bool:
         """Take in requests and decode one chunk; return False if there is nothing to decode."""
-        self._take_in(session)
-        if session.is_idle:
-            return False
-        for y in session.step():
-            finish = "stop" if y.has_eos else "length"
-            self._live[y.request][1]((y.sample, Update(y.tokens, y.token_logprobs, finish)))
-        for number, (call, notify) in self._live.items():
-            if call.request.stream:
-                for sample, row in session.unfinished(number).items():
-                    notify((sample, Update(*row)))
-        return True
-
-    def _take_in(self, session: Session) -> None:
-        """Submit new calls to the session, and cancel those that have ended."""
         while not self._arrived.empty():
             call, notify = self._arrived.get_nowait()
             for number in [n for n, (own, *_) in self._live.items() if own is call]:
@@ -97,6 +83,16 @@ class RequestQueue:
                 notify((0, ApiError(str(error))))
             else:
                 self._live[number] = call, notify
+        if session.is_idle:
+            return False
+        for y in session.step():
+            finish = "stop" if y.has_eos else "length"
+            self._live[y.request][1]((y.sample, Update(y.tokens, y.token_logprobs, finish)))
+        for number, (call, notify) in self._live.items():
+            if call.request.stream:
+                for sample, row in session.unfinished(number).items():
+                    notify((sample, Update(*row)))
+        return True
 
 
 def make_application(
@@ -121,7 +117,16 @@ def make_application(
 
     async def respond(kind: Kind, request: Request) -> Response:
         sample, body = admit(request), await request.body()
-        return await _unless_disconnected(request, _respond(sample, kind, body))
+        working = asyncio.ensure_future(_respond(sample, kind, body))
+        watching = asyncio.ensure_future(request.receive())  # after the body: a disconnect
+        try:
+            await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
+            if not working.done():
+                raise ClientDisconnect
+            return working.result()
+        finally:
+            watching.cancel()
+            working.cancel()
 
     async def models(request: Request) -> Response:
         admit(request)
@@ -158,20 +163,6 @@ def _refusal(error: Exception, method_and_path: str = "") -> ApiError:
     traceback.print_exception(error)
     text = f"the request failed with {type(error).__name__}: {error}. The server printed the rest"
     return ApiError(text, status=500)
-
-
-async def _unless_disconnected(request: Request, work: Awaitable[Response]) -> Response:
-    """Return the result of `work`; if the client disconnects first, cancel it and raise."""
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(request.receive())  # the body has ended: a disconnect is next
-    try:
-        await asyncio.wait([working, watching], return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
-    finally:
-        watching.cancel()
-        working.cancel()
 
 
 async def _respond(sample: Sample, kind: Kind, body: bytes) -> Response:
