@@ -67,18 +67,18 @@ class ChatFormat:
 class RendererFormat(ChatFormat):
     """The format with a name in the library `renderers`; raises ValueError without it."""
 
+    has_parts = True
+
     def __init__(self, tokenizer: Tokenizer, name: str, options: Mapping[str, Any] = {}) -> None:
         super().__init__(tokenizer, options)
-        self.has_parts = True
         try:
             self._library = importlib.import_module("renderers")
-            configs = importlib.import_module("renderers.configs")
         except ImportError as error:
             text = f"renderer={name!r} needs pip install 'tba_jax[chat-tools]'"
             raise ValueError(text) from error
         if name == "auto":  # for a model unknown to the library, "auto" would parse no tool calls
             raise ValueError("renderer='auto': give the name of a format, such as qwen3 or llama-3")
-        self._config = configs.config_from_name(name)
+        self._config = self._library.config_from_name(name)
         self._renderer = self._with(self._options)
         self.stop_ids = tuple(self._renderer.get_stop_token_ids())
 
@@ -100,16 +100,13 @@ class RendererFormat(ChatFormat):
 
     def prompt(self, chat: Chat) -> np.ndarray:
         messages = list(map(dict, chat.messages))
-        return np.array(
-            self._call("render_ids", chat, messages, add_generation_prompt=True), np.int32
-        )
+        ids = self._call("render_ids", chat, messages, add_generation_prompt=True)
+        return np.array(ids, np.int32)
 
     def bridge(self, prompt: np.ndarray, completion: np.ndarray, chat: Chat) -> np.ndarray | None:
         new = list(map(dict, chat.messages))
-        answers = [i for i, message in enumerate(new) if message["role"] == "assistant"]
-        if not answers:
-            return None
-        turns = prompt.tolist(), completion.tolist(), new[answers[-1] + 1 :]
+        answer = max(i for i, message in enumerate(new) if message["role"] == "assistant")
+        turns = prompt.tolist(), completion.tolist(), new[answer + 1 :]
         found = self._call("bridge_to_next_turn", chat, *turns)
         whole = np.array([] if found is None else found.token_ids, np.int32)
         before = np.concatenate([prompt, completion])

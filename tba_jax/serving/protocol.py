@@ -136,8 +136,7 @@ class _Message(BaseModel, extra="allow"):
 class _Chat(_Request):
     objects: ClassVar = ("chatcmpl", "chat.completion", "chat.completion.chunk")
     messages: list[_Message] = Field(
-        description="a list of objects with role and content, which is text; a tool call has a "
-        "function"
+        description="a list of objects with role and content (text); a tool call has a function"
     )
     tools: list[dict[str, Any]] = []
     tool_choice: Literal["auto", "none"] = "auto"
