@@ -11,7 +11,6 @@ Names of failures: "server_down" (no response), "server_no_model" (the weights a
 token has a finite log-prob and a version of this run. A failed request is repeated or ends the run.
 """
 
-import concurrent.futures
 import contextlib
 import dataclasses
 import functools
@@ -22,6 +21,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from pathlib import Path
 from typing import Any
 
@@ -345,7 +345,7 @@ class ServerSession:
 
     def __init__(self, server: InferenceServer, num_slots: int, params: Any, version: int) -> None:
         self._server, self.num_slots, self.statistics = server, num_slots, Statistics()
-        self._open: set[concurrent.futures.Future[Response]] = set()
+        self._open = set[Future[Response]]()
         self._numbers = itertools.count()
         self.swap(params, version)
 
@@ -370,13 +370,13 @@ class ServerSession:
         ends = {"stop_ids": ids, "stop_strings": settings.stop_strings or server.stop_strings}
         for j, key in enumerate(keys):
             own = dataclasses.replace(settings, temperature=float(temperatures[j]), **ends)
-            future: concurrent.futures.Future[Response] = concurrent.futures.Future()
+            future = Future[Response]()
             row = (future, number, j, prompt, key, own)
             threading.Thread(target=self._sample, args=row, daemon=True).start()
             self._open.add(future)
         return number
 
-    def _sample(self, future: Any, number: int, j: int, *arguments: Any) -> None:
+    def _sample(self, future: Future[Response], number: int, j: int, *arguments: Any) -> None:
         """Put the response to one request, or an error, into a future."""
         try:
             y = self._server.sample(*arguments)
@@ -390,9 +390,7 @@ class ServerSession:
     def step(self) -> list[Response]:
         """Wait a short time for responses; return those that have arrived, or raise an error."""
         start_s = time.perf_counter()
-        ended, self._open = concurrent.futures.wait(
-            self._open, _STEP_S, concurrent.futures.FIRST_COMPLETED
-        )
+        ended, self._open = wait(self._open, _STEP_S, FIRST_COMPLETED)
         found = [future.result() for future in ended]
         self.statistics.tokens += sum(len(y.tokens) for y in found)
         self.statistics.decode_s += time.perf_counter() - start_s
