@@ -265,7 +265,6 @@ def make_handler(name: str) -> Handler:
             if kind == "describe":
                 described = ("has_reward", "is_agent", "first_token_only")
                 answer = {name: getattr(adapter, name) for name in described}
-                answer["has_tools"] = bool(adapter.tools)
                 if adapter.tools:  # as TRL describes them
                     library = importlib.import_module("transformers.utils.chat_template_utils")
                     answer["schemas"] = [library.get_json_schema(tool) for tool in adapter.tools]

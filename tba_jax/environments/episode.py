@@ -124,7 +124,6 @@ class Environment:
         self.paths: list[Path] = []
         self._turns: list[Response] = []
         self._num_failed_calls, self._sampling_s = 0, 0.0
-        self._messages: list[Mapping[str, Any]] = []  # of a chat that is not an agent's
 
     async def run(self) -> Episode:
         """Run the episode. A failure becomes its verdict; a closed pool raises WorkerFailed."""
@@ -151,7 +150,7 @@ class Environment:
         return Episode(
             *attempt[:2],
             *(tokens[name].copy() for name in ("id", "logprob", "is_sampled")),
-            finish=self.limit or ("eos" if self.pool.has_tools else "done"),
+            finish=self.limit or ("eos" if self.pool.schemas else "done"),
             version_min=min(versions, default=0),
             version_max=max(versions, default=0),
             temperature=attempt.settings.temperature,
@@ -184,12 +183,12 @@ class Environment:
             before = self.paths[0].tokens["id"] if self.paths else start
             prompt = tokens if is_prompt else np.concatenate([before, tokens])
         else:
-            self._messages += added
+            messages = [*self.paths[-1].messages, *added] if self.paths else added
             results = [x["content"] for x in added if x["role"] == "tool"]
             if failed := [result for result in results if result.startswith(ERROR)]:
                 self._num_failed_calls += len(failed)
                 self.pool.failures.report("failed_tool_call", failed[0], "times")
-            chat = Chat(self._messages, self.pool.schemas)
+            chat = Chat(messages, self.pool.schemas)
             prompt = None if self._turns or is_prompt else start
         path, y = await self.turn(chat, prompt)
         if y is None or self.limit:
@@ -198,8 +197,7 @@ class Environment:
         if not chat.messages:
             return text, ()
         message, calls = served.chat.read(y.tokens, text, path.prompt, chat.tools)
-        self._messages.append(message)
-        path.messages = list(self._messages)
+        path.messages = [*chat.messages, message]
         return text, calls if chat.tools else ()
 
     async def ask(self, message: Any, doing: str) -> dict[str, Any]:

@@ -55,7 +55,7 @@ class EnvironmentPool:
     def __post_init__(self) -> None:
         options: Any = {"num_workers": self.num_workers, "logs": self.logs}
         self.workers = WorkerPool("environment", make_handler, (self.name,), **options)
-        self.has_reward = self.has_tools = self.is_agent = self.first_token_only = False
+        self.has_reward = self.is_agent = self.first_token_only = False
         self.schemas: list[dict[str, Any]] = []  # of the tools, in JSON
         self._is_checked = False
         self.failures = FailureLines(f"environment {self.name}")

@@ -361,7 +361,7 @@ def check_environments(config: Config, task: Task, environments: EnvironmentPool
             "--config.task.reward=my_rewards.py:score"
         )
     is_chat = not environments.is_agent and isinstance(task.problem("eval", 0)[0], list)
-    if environments.has_tools and not (is_chat and config.task.renderer):
+    if environments.schemas and not (is_chat and config.task.renderer):
         raise ValueError(
             f"{named} has tools, which need chat prompts and the tool format of the model. Set "
             "--config.task.chat=True, and --config.task.renderer=qwen3 or another format of the "

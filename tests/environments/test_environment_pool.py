@@ -151,7 +151,7 @@ def test_a_failure_has_a_name_a_line_and_costs_no_other_episode(games, text, cap
 
 def test_a_class_written_for_trl_has_tools_and_a_reward_that_may_be_awaited():
     with pool_of(f"{FILE}:Counter") as pool:
-        assert pool.has_tools and pool.has_reward
+        assert pool.schemas and pool.has_reward
         turns = [
             calls({"name": "add", "arguments": {"n": 4}}),
             calls({"name": "add", "arguments": {"m": 4}}, {"name": "add", "error": "no JSON"}),
@@ -169,7 +169,7 @@ def test_a_class_written_for_trl_has_tools_and_a_reward_that_may_be_awaited():
 
 def test_typed_functions_are_tools_without_a_state_or_a_reward():
     with pool_of(f"tba_jax.environments.tools:python, {FILE}:lookup") as pool:
-        assert pool.has_tools and not pool.has_reward
+        assert pool.schemas and not pool.has_reward
         asked = calls(
             {"name": "lookup", "arguments": {"key": "a"}},
             {"name": "python", "arguments": {"code": "3*4"}},

@@ -50,7 +50,7 @@ class Counting(Environment):
 class World:
     """In the place of a pool; its loop runs on a thread."""
 
-    has_reward, has_tools, first_token_only, served = True, False, False, None
+    has_reward, schemas, first_token_only, served = True, (), False, None
 
     def __init__(self, delays=(0,), most=3):
         self.delays, self.most = itertools.cycle(delays), most

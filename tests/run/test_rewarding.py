@@ -116,7 +116,7 @@ def test_a_learned_log_z_is_refused_where_the_prompt_is_one_token(custom):
     served = types.SimpleNamespace(chat=types.SimpleNamespace(stop_ids=()), eos_ids=())
     environments = types.SimpleNamespace(check=lambda: None, name="game", served=served)
     environments.has_reward = environments.is_agent = environments.first_token_only = True
-    environments.has_tools = False
+    environments.schemas = []
     check_environments(config, task, environments)
     learned = replace(config, {"objective.log_z": "learned"})
     with pytest.raises(ValueError, match=r"objective\.log_z = learned reads the prompt"):
