@@ -170,8 +170,8 @@ LIMITS = {
     "run": 2900,
     "planning": 2300,
     "tasks": 1246,
-    "environments": 1215,
-    "serving": 1179,
+    "environments": 1153,
+    "serving": 1146,
     "rewards": 1380,
     "workers.py": 320,
 }
@@ -192,12 +192,12 @@ TEST_LIMITS = {
     ("replay",): 583,
     ("search", "evaluation"): 819,
     ("chaos",): 355,
-    ("rewards", "environments"): 1967,
+    ("rewards", "environments"): 1950,
     ("integration",): 1030,  # with the real clients of the server
     ("planning",): 588,
     ("report", "commands"): 1038,
     ("config",): 443,
-    ("serving",): 811,
+    ("serving",): 800,
     ("remote",): 671,
     ("run",): 1046,  # what a config.json alone means; the start model of resumed runs
     OTHERS: 2074,

@@ -33,10 +33,8 @@ TEMPLATE = (
     "{% for m in messages %}{{ m.content }}{{ '=' if m.role != 'assistant' else ':' }}{% endfor %}"
     "{{ ending }}"
 )
-LOAD_ADAPTER, UNLOAD_ADAPTER = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
-LOAD_WEIGHTS, NAME_WEIGHTS = "/collective_rpc", "/update_weight_version"
-CONTROLS = LOAD_ADAPTER, UNLOAD_ADAPTER, LOAD_WEIGHTS, NAME_WEIGHTS
-CONTROLS += "/pause", "/resume", "/reset_prefix_cache"
+CONTROLS = "/v1/load_lora_adapter /v1/unload_lora_adapter /collective_rpc /update_weight_version "
+CONTROLS += "/pause /resume /reset_prefix_cache"
 
 
 class ServedModel:
@@ -72,7 +70,7 @@ class ServedModel:
     def running(self):
         """Serve at `url`, with vLLM's routes, and at `guarded_url` those who send the token."""
         apps = [make_application(lambda _: self.queue, self.served, token=x) for x in ("", TOKEN)]
-        routes = [Route(path, self.control, methods=["POST"]) for path in CONTROLS]
+        routes = [Route(path, self.control, methods=["POST"]) for path in CONTROLS.split()]
         apps[0].router.routes[:0] = [*routes, Route(GENERATE, self.generate, methods=["POST"])]
         servers = [HttpServer(app, "http-server", bind("127.0.0.1", 0)) for app in apps]
         self.url, self.guarded_url = (f"http://127.0.0.1:{server.port}" for server in servers)
@@ -93,21 +91,21 @@ class ServedModel:
         self.calls.append(path)
         if self.always == "no loading":
             return JSONResponse({"error": {"message": "LoRA is not enabled"}}, 500)
-        if path == LOAD_ADAPTER:
+        if path == "/v1/load_lora_adapter":
             config, adapters = adapter_files.read(Path(body["lora_path"]), self.config)
-            if self.always != "no effect":
+            if self.always not in ("no effect", "old norm"):
                 params = lora.merge(params, adapters, config=config)
             self.queues[body["lora_name"]], _ = self.open(params)
-        elif path == UNLOAD_ADAPTER and not self.queues.pop(body["lora_name"], None):
+        elif path == "/v1/unload_lora_adapter" and not self.queues.pop(body["lora_name"], None):
             return JSONResponse({}, 404)
-        elif path == LOAD_WEIGHTS and self.always != "no effect":
+        elif path == "/collective_rpc" and self.always != "no effect":
             folder = body["kwargs"]["weights_path"]
             if folder != "start":
                 params = hf_weights.load(Path(folder), self.config, "float32")
             if self.always == "old norm":  # as a server that does not load every matrix
                 params = {**params, "final_norm": self.params["final_norm"]}
             self.queues["start"], _ = self.open(params)
-        elif path == NAME_WEIGHTS:
+        elif path == "/update_weight_version":
             self.version = body["new_version"]
         return JSONResponse({})
 
@@ -125,8 +123,7 @@ class ServedModel:
         update = update._replace(token_logprobs=update.token_logprobs + 0.05 * (fault == "shifted"))
         choice = call.choice(0, update)
         span = {"version": self.version, "start": 0, "end": len(update.tokens)}
-        for lost in {"no token ids": ["token_ids"], "no log-probs": ["logprobs"]}.get(fault, ()):
-            del choice[lost]
+        choice.pop(fault, None)  # a part that the server does not return
         return JSONResponse({"model": name, "choices": [choice | {"weight_versions": [span]}]})
 
     def ask(self, url, body=None, headers=None):

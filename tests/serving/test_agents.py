@@ -78,8 +78,7 @@ def test_every_sampled_token_has_the_log_prob_of_the_weights_that_drew_it(model)
 
 def test_a_chat_continues_an_earlier_request_and_its_answer_only():
     def chat(texts):  # capitals are the assistant's
-        roles = ["assistant" if text.isupper() else "user" for text in texts]
-        return [{"role": r, "content": text} for r, text in zip(roles, texts, strict=True)]
+        return [{"role": "assistant" if x.isupper() else "user", "content": x} for x in texts]
 
     assert continues(chat("aBc"), chat("aB"))
     # Another history, which a renderer would not notice; an answer that was not sampled here.
