@@ -10,8 +10,7 @@ qwen3_1_7b
     GSM8K with the tool `python`, which runs code in a sandbox. Needs pip install
     'tba_jax[chat-tools]', Linux and libseccomp.
 qwen3_4b
-    Adapters on MATH with the same tool. Needs pip install 'tba_jax[chat-tools,math]', Linux and
-    libseccomp.
+    Adapters on MATH with the same tool. Needs pip install 'tba_jax[chat-tools,math]', too.
 
 The observations of calculator and tool are a function of the tokens before them, so the balance of
 whole episodes is exact (docs/guide/environments.md).
