@@ -108,9 +108,9 @@ def gradient_of(batch, settings=SETTINGS, params=None, head=None):
     return jax.device_get((state.opt_state.inner_state, outputs))
 
 
-def broken(batch):
+def broken(batch, reward=np.nan):
     rewards = np.array(batch.rewards)
-    rewards[0, 0] = np.nan
+    rewards[0, 0] = reward
     return batch._replace(rewards=rewards)
 
 
@@ -130,7 +130,7 @@ def make_mesh(shape):
 
 
 def sharded(shape, settings=REMAT, optimizer=OPTIMIZER, keep_reference=False, num_prompts=0):
-    """(shardings, initial state, train step) on a mesh."""
+    """(shardings, initial state, train step) on a mesh; numpy arrays are divided at once."""
     shardings = step_shardings(
         DIVISIBLE,
         optimizer,
@@ -139,7 +139,7 @@ def sharded(shape, settings=REMAT, optimizer=OPTIMIZER, keep_reference=False, nu
         has_head=bool(settings.objective.needs.head),
         num_prompts=num_prompts,
     )
-    params = jax.device_put(random_params(DIVISIBLE), shardings.state.params)
+    params = jax.device_put(jax.device_get(random_params(DIVISIBLE)), shardings.state.params)
     state = make_init_state(optimizer, shardings)(params)
     return shardings, state, make_train_step(DIVISIBLE, optimizer, SCHEDULE, settings, shardings)
 

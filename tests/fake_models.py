@@ -138,8 +138,9 @@ FAMILIES = {
 }
 FAMILIES = {family: name for family, name in FAMILIES.items() if family in families.FAMILIES}
 
-# A family for each kind of layer: full, windows, windows with sinks and experts, delta.
-KINDS = ("qwen2", "gemma3_text", "gpt_oss", "qwen3_5_text")
+# A family for each kind of layer: full, windows, windows with sinks and experts, delta; and with
+# how many layers it has each of its kinds.
+KINDS = {"qwen2": 2, "gemma3_text": 3, "gpt_oss": 2, "qwen3_5_text": 2}
 
 
 def tiny_config(family="", **changes):
@@ -235,10 +236,9 @@ def assert_equal(a, b):
 
 def trained_adapters(config, seed=7):
     """Adapters as after training: B is not zero."""
-    fresh = lora.init_adapters(config, 0)
-    rng = np.random.default_rng(seed)
+    rng, shapes = np.random.default_rng(seed), lora.abstract_adapters(config)
     return jax.tree.map(
-        lambda x: jnp.asarray(rng.normal(size=x.shape, scale=0.2), jnp.float32), fresh
+        lambda x: jnp.asarray(rng.normal(size=x.shape, scale=0.2), jnp.float32), shapes
     )
 
 

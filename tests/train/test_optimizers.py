@@ -72,7 +72,7 @@ def test_clipping_makes_large_gradients_equal_and_leaves_small_ones():
         optimizer = make_optimizer(OptimizerSettings(weight_decay=0.0, clip_norm=clip_norm))
         state = optimizer.init(params)
         for gradient in (first, second):
-            updates, state = optimizer.update({"w": gradient}, state, params)
+            updates, state = jax.jit(optimizer.update)({"w": gradient}, state, params)
         return updates["w"]
 
     one = jnp.ones((2, 2))  # norm 2
@@ -94,7 +94,7 @@ def test_every_optimizer_decays_matrices_and_nothing_else(name):
     params = random_params(CONFIG)
     zero = jax.tree.map(jnp.zeros_like, params)
     optimizer = numbers(name, weight_decay=0.1)
-    updates, _ = optimizer.update(zero, optimizer.init(params), params)
+    updates, _ = jax.jit(optimizer.update)(zero, jax.jit(optimizer.init)(params), params)
     assert float(jnp.abs(updates["layers"]["attn_norm"]).max()) == 0.0
     assert float(jnp.abs(updates["final_norm"]).max()) == 0.0
     for matrix in ("q", "down"):
@@ -109,6 +109,6 @@ def test_updates_are_in_units_of_the_learning_rate(name):
     optimizer = numbers(name)
     state = optimizer.init(params)
     for _ in range(3):
-        updates, state = optimizer.update(gradient, state, params)
+        updates, state = jax.jit(optimizer.update)(gradient, state, params)
         # Adafactor's rows and columns know a matrix of noise less well than its entries.
         assert 0.9 < float(jnp.sqrt(jnp.mean(updates["w"] ** 2))) < 1.3

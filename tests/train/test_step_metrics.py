@@ -120,7 +120,7 @@ FORKS = {
 }
 LAYOUTS = [
     slow({"micro_batch_rows": 2}),
-    {"shares_prompts": True},
+    slow({"shares_prompts": True}),
     {"row_length": 16, "shares_prompts": True},
 ]
 
