@@ -19,8 +19,10 @@ SETTINGS = SamplingSettings(TOKENS, stop_ids=())
 
 
 def make(family, **changes):
-    config = tiny_config(family=family)
-    return config, random_params(config), tiny_decoder(config, max_length=56, **changes)
+    # The sizes of golden models: test_families decodes with the same programs.
+    config = tiny_config(family=family, vocab_size=48, max_positions=128)
+    options = {"eos_ids": (), "prompt_tokens": 12, "max_length": 76, **changes}
+    return config, random_params(config), tiny_decoder(config, **options)
 
 
 def talked(session, change=lambda turn: None, settings=SETTINGS):
@@ -64,7 +66,7 @@ def test_log_probs_over_kept_caches_are_those_of_scoring(family):
 
 
 def test_a_cache_of_other_weights_is_not_used():
-    config, params, decoder = make(KINDS[0])
+    config, params, decoder = make("qwen2")
     other = jax.tree.map(lambda x: x * 1.1, params)
     session = decoder.session(params, num_slots=3, keeps_caches=True)
     found = talked(session, lambda turn: session.swap(other, 7) if turn == 1 else None)
@@ -73,7 +75,7 @@ def test_a_cache_of_other_weights_is_not_used():
     assert [y.version_min for _, y in found] == [0] * 3 + [7] * 6
 
 
-@pytest.mark.parametrize("family", [KINDS[0], "gemma3_text", "qwen3_5_text"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma3_text", "qwen3_5_text"])
 def test_a_state_after_the_end_of_a_stop_string_is_not_kept(family):
     """The device decodes to the end of the chunk; keys can be cut, a state cannot."""
     stop = StopStrings(("x",), lambda ids: "".join("x" if i % 5 == 4 else "-" for i in ids))
@@ -87,7 +89,7 @@ def test_a_state_after_the_end_of_a_stop_string_is_not_kept(family):
 
 
 def test_the_longest_prefix_is_used_and_the_oldest_evicted():
-    _, params, decoder = make(KINDS[0])
+    _, params, decoder = make("qwen2")
     session = decoder.session(params, num_slots=2, keeps_caches=True)
 
     def kept_of(prompt):
@@ -114,7 +116,7 @@ def test_the_longest_prefix_is_used_and_the_oldest_evicted():
 def test_layers_with_windows_have_columns_for_a_window_and_a_piece_of_a_prompt():
     """Two chunks of 4 tokens are more than a prompt of 6."""
     for prompt_tokens, num_more in ((6, 8), (40, 40)):
-        config, _, decoder = make("gemma3_text", prompt_tokens=prompt_tokens)
+        config, _, decoder = make("gemma3_text", prompt_tokens=prompt_tokens, max_length=56)
         sizes = {"window": config.window + num_more, "full": 64}
         found = [cache[0].shape[2] for cache in decoder.abstract_cache(3)]
         assert found == [sizes[kind] for kind in config.layer_kinds]

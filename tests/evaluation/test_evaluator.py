@@ -103,23 +103,25 @@ def sums(responses):
     return {name: np.sum(values) for name, values in responses.measured.items()}
 
 
-@pytest.mark.parametrize("changes", [{}, {"eval.num_samples": 2, "eval.temperature": 1.0}])
-def test_an_evaluation_in_shards_has_the_figures_of_the_whole(model, changes):
-    """Seven problems at once, and in shards of three, the last of which has one."""
-    common = {"task.num_eval_prompts": 7, **changes}
+@pytest.mark.parametrize(
+    ("size", "changes"), [(6, {}), (3, {"eval.num_samples": 2, "eval.temperature": 1.0})]
+)
+def test_an_evaluation_in_shards_has_the_figures_of_the_whole(model, size, changes):
+    """All problems at once, and in shards of this size, the last of which has one."""
+    common = {"task.num_eval_prompts": 2 * size + 1, **changes}
     n = changes.get("eval.num_samples", 1)
     at_once = {"search.num_slots": 14}
     wanted = evaluate(model, None, [sums], (length_of_first,), **common, **at_once)
-    slots = {"search.num_slots": 3 * n}
-    whole, answer = evaluator(model, None, [sums], (length_of_first,), **common, **slots)
+    whole, answer = evaluator(model, None, [sums], (length_of_first,), **common)
     tickets = whole.tickets(5)
     found = [(t.version, t.first, len(t.prompts)) for t in tickets]
-    assert found == [(5, 0, 3), (5, 3, 3), (5, 6, 1)]
+    assert found == [(5, 0, size), (5, size, size), (5, 2 * size, 1)]
     shards = [answer(model[1], tickets[i]) for i in (2, 0, 1)]
     assert whole.merge(shards) == wanted
     assert whole.merge([EvaluationShard(*json.loads(json.dumps(x))) for x in shards]) == wanted
     # A reward may log a value for some responses only.
-    shards[1] = shards[1]._replace(parts={"rare": [[0.5] * n, [math.nan] * n, [1.0] * n]})
+    rare = [[0.5] * n, *[[math.nan] * n] * (size - 2), [1.0] * n]
+    shards[1] = shards[1]._replace(parts={"rare": rare})
     assert whole.merge(shards).values["reward_part_rare"] == 0.75
 
 

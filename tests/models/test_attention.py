@@ -64,15 +64,9 @@ def sequences(dtype=jnp.float32):
     return arrays((B, S, G, R, E), (B, S, G, E), (B, S, G, E), dtype=dtype)
 
 
-def formula(q, k, v, sinks, seen, cap=None):
-    """Softmax attention of visible keys, and of sinks if there are any; seen [b s c]."""
-    scores = jnp.einsum("bsgre,bcge->bgrsc", q, k) / np.sqrt(E)
-    scores = scores if cap is None else cap * jnp.tanh(scores / cap)
-    weights = jnp.where(seen[:, None, None], jnp.exp(scores), 0.0)
-    total = weights.sum(-1, keepdims=True)
-    if sinks is not None:
-        total = total + jnp.exp(sinks)[None, :, :, None, None]
-    return jnp.einsum("bgrsc,bcge->bsgre", weights / jnp.where(total > 0, total, 1), v)
+def total_of(out, valid):
+    """The sum of squares at valid positions."""
+    return jnp.sum(jnp.where(valid[:, :, None, None, None], out, 0).astype(out.dtype) ** 2)
 
 
 def with_gradients(run, args, valid):
@@ -80,20 +74,32 @@ def with_gradients(run, args, valid):
 
     def loss(*args):
         out = run(*args)
-        return jnp.sum(jnp.where(valid[:, :, None, None, None], out, 0).astype(out.dtype) ** 2), out
+        return total_of(out, valid), out
 
     grads, out = jax.jit(jax.grad(loss, argnums=tuple(range(len(args))), has_aux=True))(*args)
     return jax.device_get((out, grads))
 
 
-def in_float64(args, valid, *rest):
-    """What `formula` gives in float64 for exactly these arguments; one without sinks has three."""
+@jax.jit
+@functools.partial(jax.grad, argnums=(0, 1, 2, 3), has_aux=True)
+def formula(q, k, v, sinks, seen, valid, cap):
+    """Softmax attention of visible keys [b s c] and sinks, which are -inf if there are none."""
+    scores = jnp.einsum("bsgre,bcge->bgrsc", q, k) / np.sqrt(E)
+    scores = cap * jnp.tanh(scores / cap)
+    weights = jnp.where(seen[:, None, None], jnp.exp(scores), 0.0)
+    total = weights.sum(-1, keepdims=True) + jnp.exp(sinks)[None, :, :, None, None]
+    out = jnp.einsum("bgrsc,bcge->bsgre", weights / jnp.where(total > 0, total, 1), v)
+    return total_of(out, valid), out
 
-    def run(q, k, v, sinks=None):
-        return formula(q, k, v, sinks, *rest)
 
+def in_float64(args, valid, seen, cap=None):
+    """`formula` in float64 for exactly these arguments, in one program; three without sinks."""
+    given = [*args, np.full((G, R), -np.inf)][:4]
     with jax.enable_x64(True):
-        return with_gradients(run, [jnp.asarray(np.asarray(x, np.float64)) for x in args], valid)
+        q, k, v, sinks = (jnp.asarray(np.asarray(x, np.float64)) for x in given)
+        # A cap of 1e8 changes scores of 10 by their last digit.
+        grads, out = jax.device_get(formula(q, k, v, sinks, seen, valid, cap or 1e8))
+        return out, grads[: len(args)]
 
 
 PLAIN, ALL = (None, None, False), (4, 2.0, True)

@@ -29,8 +29,8 @@ def random_inputs(b, s, seed=0):
 
 
 @jax.jit
-def mixed(qkv, taps, decay, rate, visible, state=None, ends=None):
-    return delta.mix(delta.Inputs(qkv, taps, decay, rate, K), visible, state, ends)
+def mixed(qkv, taps, decay, rate, mask, ends):
+    return delta.mix(delta.Inputs(qkv, taps, decay, rate, K), attention.causal(mask), None, ends)
 
 
 def recurrence(x, row, index):
@@ -61,7 +61,7 @@ def test_chunks_and_single_tokens_compute_the_recurrence(side):
     padding = slice(0, s - short) if side == "left" else slice(short, s)
     mask[1, padding] = False
     ends = np.array([s, short]) if side == "right" else None
-    out, state = mixed(*x[:4], attention.causal(mask), None, ends)
+    out, state = mixed(*x[:4], mask, ends)
 
     def step(state, token):
         qkv, decay, rate, mask = (y[:, None] for y in token)
@@ -103,19 +103,22 @@ def test_packed_sequences_do_not_see_one_another_and_share_their_prompt(is_share
         spans.append(np.arange(at, at + n))
         at += n
     x = random_inputs(1, length)
-    visible = attention.packed(segments, *((contexts, is_prompt) if is_shared else ()))
-    out, _ = mixed(*x[:4], visible)
+
+    def total(qkv):
+        visible = attention.packed(segments, *((contexts, is_prompt) if is_shared else ()))
+        out, _ = delta.mix(delta.Inputs(qkv, *x[1:]), visible)
+        return jnp.sum(out[:, :at] ** 2), out
+
+    run = jax.jit(jax.value_and_grad(total, has_aux=True))
+    (_, out), gradient = run(x.qkv)
     prompt = spans[0]
     for (kind, n), span in zip(PARTS, spans, strict=True):
         prompt = span if kind == "p" else prompt
         path = span if kind == "p" or not is_shared else np.concatenate([prompt, span])
         np.testing.assert_allclose(out[0, span], recurrence(x, 0, path)[0][-n:], **TOLERANCE)
 
-    def total(qkv):
-        return jnp.sum(mixed(qkv, *x[1:4], visible)[0][:, :at] ** 2)
-
     # A numeric derivative in the direction of a random change.
     change = np.random.default_rng(1).normal(size=x.qkv.shape).astype(np.float32)
-    slope = (total(x.qkv + 1e-2 * change) - total(x.qkv - 1e-2 * change)) / 2e-2
-    gradient = jax.grad(total)(x.qkv)
+    more, less = (run(x.qkv + size * change)[0][0] for size in (1e-2, -1e-2))
+    slope = (more - less) / 2e-2
     np.testing.assert_allclose(np.vdot(gradient, change), slope, rtol=1e-2)

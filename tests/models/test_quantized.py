@@ -33,18 +33,21 @@ PROMPTS = [np.array([3, 4, 5, 9], np.int32), np.array([7, 8], np.int32)]
 
 
 def apart(config=CONFIG):
-    return unstack_layers(random_params(config), config)
+    return jax.jit(unstack_layers, static_argnums=1)(random_params(config), config)
+
+
+in_eight_bits = jax.jit(functools.partial(quantize, quantization="int8"))
 
 
 @pytest.mark.parametrize("family", KINDS)
 def test_every_weight_is_within_half_a_step_of_its_channel(family):
-    config = tiny_config(family=family)
+    config = tiny_config(family=family, num_layers=KINDS[family])
     exact = apart(config)
     layer = dict(exact["layers"][0])
     output = "delta_o" if "delta_o" in layer else "o"
     layer[output] = layer[output].at[..., 1].set(0)  # a channel without weights
     exact = {**exact, "layers": (layer, *exact["layers"][1:])}
-    rounded = quantize(exact, "int8")
+    rounded = in_eight_bits(exact)
     found, names = rounded["layers"][0], [name for name in MATRICES if name in layer]
     assert found.keys() - layer.keys() == {scale_name(n) for n in names}
     for name in names:
@@ -53,7 +56,8 @@ def test_every_weight_is_within_half_a_step_of_its_channel(family):
         assert found[name].dtype == jnp.int8 and scale.dtype == np.float32
         assert (np.abs(values * scale - x) <= 0.5 * scale * (1 + 1e-5)).all(), name
     assert quantize(exact, "none") is exact
-    assert found["attn_norm"] is layer["attn_norm"]
+    norms = {"layers": ({"attn_norm": layer["attn_norm"]},)}
+    assert quantize(norms, "int8")["layers"][0]["attn_norm"] is layer["attn_norm"]
     # All layers use their scales. Delta layers amplify rounding (see `bfloat16_kl`).
     wanted, bound = logits(exact, config), 0.2 if "delta" in config.pattern else 0.1
     assert 0 < np.abs(wanted - logits(rounded, config)).max() < bound * np.abs(wanted).max()
@@ -61,7 +65,7 @@ def test_every_weight_is_within_half_a_step_of_its_channel(family):
 
 @functools.cache
 def decoded(num_devices, quantization):
-    weights = quantize(apart(), quantization)
+    weights = apart() if quantization == "none" else in_eight_bits(apart())
     site = any_device()
     if num_devices > 1:
         mesh = Mesh(np.array(jax.devices()[:num_devices]), ("model",))
@@ -75,7 +79,7 @@ def decoded(num_devices, quantization):
 
 
 def test_behaviour_log_probs_are_those_of_the_quantised_policy():
-    found, weights = decoded(1, "int8"), quantize(apart(), "int8")
+    found, weights = decoded(1, "int8"), in_eight_bits(apart())
     for i, j in np.ndindex(found.lengths.shape):
         n = found.lengths[i, j]
         wanted = logprobs_of(CONFIG, weights, PROMPTS[i], found.tokens[i, j, :n])
@@ -108,6 +112,6 @@ def test_a_publication_is_quantised_on_the_trainers_devices_and_delivered_so():
     weights.poll()
     latest = weights.latest(0)
     assert latest is not None and latest.version == 3
-    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), layout(params))
-    assert_equal(*map(jax.device_get, (latest.params, quantize(narrow, "int8"))))
+    narrow = jax.tree.map(lambda x: x.astype(jnp.bfloat16), apart())
+    assert_equal(*map(jax.device_get, (latest.params, in_eight_bits(narrow))))
     assert jax.tree.map(lambda x: x.sharding, latest.params) == wanted

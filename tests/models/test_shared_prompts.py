@@ -28,6 +28,7 @@ OWN = {"row_multiple": 5}  # rows of padding
 SHARED = {"row_multiple": 4, "shares_prompts": True}
 PACKED = {"row_length": 24}
 LAYOUTS = (OWN, SHARED, PACKED, PACKED | {"shares_prompts": True})
+SLOW = [slow(family, True, 1) for family in (*KINDS, "gpt_neox")]
 
 
 @functools.cache
@@ -40,11 +41,11 @@ def draws():
 
 
 @pytest.mark.parametrize(
-    ("family", "has_gradients"),
+    ("family", "has_gradients", "step"),
     # By default gradients of attention, and values of delta layers, whose state forks.
-    [("qwen2", True), ("qwen3_5_text", False), *(slow(x, True) for x in (*KINDS[1:], "gpt_neox"))],
+    [("qwen2", True, 2), ("qwen3_5_text", False, 2), *SLOW],
 )
-def test_every_layout_has_the_numbers_and_gradients_of_rows_of_their_own(family, has_gradients):
+def test_every_layout_has_numbers_and_gradients_of_rows_of_their_own(family, has_gradients, step):
     # A delta layer and a full one take less to compile than three.
     fewer = {} if has_gradients else {"num_layers": 2}
     config, rng = tiny_config(family=family, **fewer), np.random.default_rng(1)
@@ -71,8 +72,7 @@ def test_every_layout_has_the_numbers_and_gradients_of_rows_of_their_own(family,
         trained = random_params(config), head
         trained = jax.tree.map(lambda x: x.astype(jnp.float64), trained)
         wanted_gradient, wanted = found(trained, OWN)
-        # Values of delta layers behind a prompt; test_delta.py has packed rows without shared ones.
-        for layout in LAYOUTS[1:] if has_gradients else LAYOUTS[1::2]:
+        for layout in LAYOUTS[1::step]:  # test_step.py and test_delta.py have packed rows alone
             gradient, each = found(trained, layout)
             # Log-probs are rounded to float32 once; all before them is float64.
             chex.assert_trees_all_close(each, wanted, rtol=1e-6, atol=1e-6)
