@@ -136,6 +136,7 @@ print("all is well")
 """
 
 
+@pytest.mark.slow
 def test_a_run_of_own_functions_is_interrupted_continued_in_a_thread_and_read_back(tmp_path):
     told = python(TRAIN, tmp_path, json.dumps(SMALL))
     assert told.splitlines()[-1] == "all is well"

@@ -111,6 +111,7 @@ def plain(examples_file):
     return tuned(examples_file)
 
 
+@pytest.mark.slow
 def test_packed_rows_on_a_mesh_give_the_same_losses(plain, examples_file):
     mesh = ["--config.mesh.data=2", "--config.mesh.fsdp=2", "--config.batch.micro_batch_rows=4"]
     _, losses, eval_losses = tuned(examples_file, *mesh, "--config.batch.packed_length=40")

@@ -39,6 +39,7 @@ def test_seeds_vary_slowest_and_bad_points_are_known_before_the_first_run():
         points(ARGUMENTS, {"lr": ["1"]}, [0])
 
 
+@pytest.mark.slow
 # JAX, which other tests load, warns of the fork before a run; the command itself loads no JAX.
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 def test_one_bad_point_does_not_end_a_sweep_that_ends_in_a_comparison(

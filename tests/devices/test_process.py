@@ -77,6 +77,7 @@ print("found" if "cache_hits" in found else "compiled")
 """
 
 
+@pytest.mark.slow
 def test_a_second_process_finds_what_the_first_one_compiled(tmp_path):
     def run(home):
         kept = {k: v for k, v in os.environ.items() if not k.startswith("JAX_")}

@@ -36,6 +36,7 @@ def folder(tmp_path):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_two_processes_train_and_search_together(cache, tmp_path):
     workdir = tmp_path / "run"
     overrides = ("num_steps=3", "checkpoint.period=0", "JAX_NUM_CPU_DEVICES=2", "num_searchers=2")

@@ -241,6 +241,7 @@ def test_run_again_watches_and_a_stopped_job_has_saved_and_resumes(cloud):
     assert cloud.tpu("status").count(" stopped ") == 2
 
 
+@pytest.mark.slow
 def test_a_failed_job_ends_the_run_and_a_preempted_one_is_made_anew(cloud):
     cloud.settings(JOB="bash -c 'echo the reason; exit $((3 * JAX_PROCESS_ID))'")
     done = cloud.tpu("run", "--restart-on-preemption", code=1)

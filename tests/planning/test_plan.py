@@ -215,6 +215,7 @@ def test_sizes_are_lowered_until_the_compiled_programs_fit(facts, capsys):
     assert capsys.readouterr().err.count("does not fit; trying") == 4
 
 
+@pytest.mark.slow
 def test_the_command_plans_the_attached_devices(capsys, monkeypatch):
     config = "--config=math"
     assert command.main([config, "--programs=publish", "--json"]) == 0

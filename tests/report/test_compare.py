@@ -194,6 +194,7 @@ HOSTILE = [around.replace("{}", tag) for tag, around in itertools.product(TAGS, 
 assert len(set(HOSTILE)) == 200
 
 
+@pytest.mark.slow
 def test_hostile_texts_stay_texts(tmp_path):
     path = "<img src=x onerror=document.title=`hacked`>"
     records = [

@@ -57,11 +57,11 @@ def ask(judge, completions):
 
 def test_failures_are_named_and_answers_that_came_are_kept():
     with serving(moody) as (url, asked):
-        judge = Judge(url, model="m", prompt="{completion}", timeout_s=1.0, retries=2)
+        judge = Judge(url, model="m", prompt="{completion}", timeout_s=1.0, retries=1)
         found = ask(judge, TEXTS)
         assert [x.reason for x in found] == [*REASONS, None]
         assert [x.reward for x in found if x.reason is None] == [8.0, 4.0, 3.0, 9.0]
-        assert asked["always limited"] == 3 and asked["refused"] == 1
+        assert asked["always limited"] == 2 and asked["refused"] == 1
         assert asked["slow"] >= 2  # the server may not have read the last one
         assert "I would rather not say" in found[6].text and "401" in found[4].text
         assert ask(judge, ["good 8", "limited"]) == [found[0], found[2]]

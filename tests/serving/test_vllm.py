@@ -5,6 +5,7 @@ import jax
 import numpy as np
 import pytest
 import served_model
+from fake_batches import slow
 from fake_models import START_MODEL_LOGIT, logprob_bound
 
 from tba_jax.decoding.requests import SamplingSettings
@@ -118,6 +119,7 @@ FAULTS = [
 ]
 
 
+@pytest.mark.parametrize("client", ["adapters", slow("all weights")], indirect=True)
 @pytest.mark.parametrize(("faults", "names"), FAULTS)
 def test_a_failed_request_is_counted_by_name_and_sent_again(
     model, client, capfd, monkeypatch, faults, names
@@ -133,6 +135,7 @@ def test_a_failed_request_is_counted_by_name_and_sent_again(
     assert ends == {f"1 request(s) failed as server_{name}" for name in names}
 
 
+@pytest.mark.parametrize("client", ["adapters", slow("all weights")], indirect=True)
 def test_a_failure_that_stays_ends_the_run_in_time(model, client):
     session = session_of(model, client(timeout_s=0.5))
     model.always = 500
@@ -146,7 +149,7 @@ REFUSED = [
     ("token_ids", {}, "has no token_ids"),
     ("no loading", {}, "HTTP 500 from /(v1/load_lora_adapter|pause)"),
     ("no effect", {}, "differ from ours by .* ignores weights.* of an earlier run \\(restart it"),
-    ("old norm", {"dtype": "bfloat16"}, "differ from ours by .* wanted at most 0.[01]"),
+    slow("old norm", {"dtype": "bfloat16"}, "differ from ours by .* wanted at most 0.[01]"),
     ("shifted", {}, "differ from ours by 0.05 a token; wanted at most 0.001"),
     (401, {}, "HTTP 401 from /inference/v1/generate"),
 ]
