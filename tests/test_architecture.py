@@ -158,7 +158,7 @@ LIMITS = {
     "devices": 1041,
     "storage": 359,
     "bench": 1806,
-    "report": 1690,
+    "report": 1692,
     "commands": 1707,
     "studies": 789,
     "models/hf": 1396,
@@ -195,7 +195,7 @@ TEST_LIMITS = {
     ("rewards", "environments"): 1950,
     ("integration",): 1031,  # with the real clients of the server
     ("planning",): 589,
-    ("report", "commands"): 1041,
+    ("report", "commands"): 1042,
     ("config",): 443,
     ("serving",): 803,
     ("remote",): 671,

@@ -85,7 +85,9 @@ class TensorBoardWriter:
     def __init__(self, workdir: Path, config: Mapping[str, Any]) -> None:
         self.logged, folder = _logged(workdir, 2.0), str(workdir / "tensorboard")
         package: Any = importlib.import_module("tensorboardX")
-        self._writer = package.SummaryWriter(folder, flush_secs=1)
+        # TensorBoard forgets later steps of an earlier process: they are trained again.
+        first = max((step for step, _ in self.logged), default=-1) + 1
+        self._writer = package.SummaryWriter(folder, flush_secs=1, purge_step=first)
         text = "".join(f"    {name} = {value}\n" for name, value in config.items())
         self._writer.add_text("config", text)
 
