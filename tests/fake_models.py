@@ -106,19 +106,19 @@ def logits_of(config, params, tokens, mask, dtype=jnp.float32):
     return np.asarray(_logits(params, tokens, mask, config=config, dtype=dtype))
 
 
-def teacher_forced(config, params, prompt, response, temperature=1.0, length=64):
+def teacher_forced(config, params, prompt, response, temperature=1.0, length=64, num_rows=1):
     """Log-probs float64 [t v] of all tokens at each token of a response: one row, then padding."""
     n, end = len(prompt), len(prompt) + len(response)
-    row = np.zeros((1, length), np.int32)
+    row = np.zeros((num_rows, length), np.int32)
     row[0, :end] = np.concatenate([prompt, response])
     logits = logits_of(config, params, row, row >= 0)[0, n - 1 : end - 1].astype(np.float64)
     logits = logits / temperature
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
-def logprobs_of(config, params, prompt, response, temperature=1.0, length=64):
+def logprobs_of(config, params, prompt, response, temperature=1.0, length=64, num_rows=1):
     """Log-probs float64 [t] of the tokens of a response, as in `teacher_forced`."""
-    of_all = teacher_forced(config, params, prompt, response, temperature, length)
+    of_all = teacher_forced(config, params, prompt, response, temperature, length, num_rows)
     return of_all[np.arange(len(response)), response]
 
 
@@ -138,8 +138,7 @@ FAMILIES = {
 }
 FAMILIES = {family: name for family, name in FAMILIES.items() if family in families.FAMILIES}
 
-# A family for each kind of layer: full, windows, windows with sinks and experts, delta; and with
-# how many layers it has each of its kinds.
+# A family for each kind of layer (windows, sinks and experts, delta), and layers that have them.
 KINDS = {"qwen2": 2, "gemma3_text": 3, "gpt_oss": 2, "qwen3_5_text": 2}
 
 

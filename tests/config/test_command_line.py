@@ -66,6 +66,7 @@ def test_a_mistake_is_one_line(argument, message):
     assert "\n" not in str(info.value)
 
 
+@pytest.mark.slow
 def test_evaluate_takes_overrides(capsys, tmp_path):
     assert evaluate.main([MATH, "--config.task.num_eval_prompts=8", "--json"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])

@@ -247,6 +247,7 @@ def test_a_pool_that_is_closed_ends_the_session_that_waits_for_it():
             played(pool, session, row(Letters(), "p"))
 
 
+@pytest.mark.slow
 def test_an_import_may_take_longer_than_a_call(tmp_path):
     game = "class Game:\n    def init(self, prompt): ...\n    def step(self, text): ..."
     (tmp_path / "slow.py").write_text(f"import time\ntime.sleep(3)\n{game}")

@@ -224,6 +224,7 @@ def test_a_job_from_create_to_delete(cloud):
     assert "test is not ready (ABSENT); launch/tpu.sh create" in cloud.tpu("run", code=2)
 
 
+@pytest.mark.slow
 def test_run_again_watches_and_a_stopped_job_has_saved_and_resumes(cloud):
     cloud.settings(JOB=waiting())
     cloud.tpu("create")

@@ -64,19 +64,15 @@ def sequences(dtype=jnp.float32):
     return arrays((B, S, G, R, E), (B, S, G, E), (B, S, G, E), dtype=dtype)
 
 
-def total_of(out, valid):
-    """The sum of squares at valid positions."""
-    return jnp.sum(jnp.where(valid[:, :, None, None, None], out, 0).astype(out.dtype) ** 2)
+def squares(out, valid):
+    """(sum of the squares at valid positions, output)."""
+    return jnp.sum(jnp.where(valid[:, :, None, None, None], out, 0).astype(out.dtype) ** 2), out
 
 
 def with_gradients(run, args, valid):
     """(output, gradients of the sum of its squares at valid positions)."""
-
-    def loss(*args):
-        out = run(*args)
-        return total_of(out, valid), out
-
-    grads, out = jax.jit(jax.grad(loss, argnums=tuple(range(len(args))), has_aux=True))(*args)
+    how = {"argnums": tuple(range(len(args))), "has_aux": True}
+    grads, out = jax.jit(jax.grad(lambda *args: squares(run(*args), valid), **how))(*args)
     return jax.device_get((out, grads))
 
 
@@ -89,7 +85,7 @@ def formula(q, k, v, sinks, seen, valid, cap):
     weights = jnp.where(seen[:, None, None], jnp.exp(scores), 0.0)
     total = weights.sum(-1, keepdims=True) + jnp.exp(sinks)[None, :, :, None, None]
     out = jnp.einsum("bgrsc,bcge->bsgre", weights / jnp.where(total > 0, total, 1), v)
-    return total_of(out, valid), out
+    return squares(out, valid)
 
 
 def in_float64(args, valid, seen, cap=None):

@@ -62,9 +62,8 @@ def test_answers_equal_those_of_transformers_whatever_the_padding(name, function
     """Its side, its amount, and what stands in it; each row is as if it were alone."""
     model, golden = encoder.load(GOLDEN / name), np.load(GOLDEN / f"{name}.npz")
     tokens, mask, want = golden["tokens"], golden["mask"], golden[key]
-    assert (
-        tokens[0, 4] == (model[0].pad_id or 0) and mask[0, 4]
-    )  # a padding token written in a text
+    # A padding token that is written in a text.
+    assert tokens[0, 4] == (model[0].pad_id or 0) and mask[0, 4]
     assert np.ptp(want, axis=0).max() > 0.3  # the golden rows differ
     hidden = run(ENCODE, model, tokens, mask)
     assert_close(hidden[mask], golden["hidden"][mask])

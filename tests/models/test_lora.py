@@ -46,7 +46,7 @@ ALL = ("q", "k", "v", "o", "gate", "up", "down")
 POLICY = lora.with_adapters(CONFIG, 3, 6.0, ALL)
 
 
-FEWEST = [("qwen2", 2), slow("gemma3_text", 3), slow("gpt_oss", 2), ("qwen3_5_text", 2)]
+FEWEST = [("qwen2", 2), slow("gemma3_text", 3), slow("gpt_oss", 2), slow("qwen3_5_text", 2)]
 
 
 @pytest.mark.parametrize(("family", "num_layers"), FEWEST)

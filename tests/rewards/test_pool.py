@@ -191,6 +191,7 @@ def test_each_failure_has_its_reason_and_no_other_item_fails(make):
         assert message in failed.text
 
 
+@pytest.mark.slow
 def test_a_function_that_compares_responses_gives_equal_rewards_when_it_is_slow_at_first(make):
     for _ in range(2):
         pool = make("ranks", num_workers=2)

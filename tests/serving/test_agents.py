@@ -133,6 +133,7 @@ ENDS = {
 }
 
 
+@pytest.mark.slow
 def test_each_failure_is_a_rejection_by_its_name_and_costs_no_other_episode(
     model, tmp_path, capfd, monkeypatch
 ):

@@ -86,8 +86,7 @@ def forward():
     prompt = np.full(lengths.shape, 4, np.int32)
 
     def values(params, head):
-        rows = tokens.reshape(-1, 4 + T)
-        index = np.arange(4 + T)[None]
+        rows, index = tokens.reshape(-1, 4 + T), np.arange(4 + T)[None]
         hidden = apply(
             params, rows, jnp.broadcast_to(index, rows.shape),
             index < 4 + lengths.reshape(-1, 1), config=CONFIG, compute_dtype=jnp.float32,
@@ -147,9 +146,8 @@ CASES = [
     slow("grpo", {**PACKED, **PARTS}),
     ("ppo", {**PACKED, **SHARED, **WHOLE}),
     ("vineppo", {**PACKED, **PARTS}),
-    slow("vineppo", ONE),
     slow("online_dpo", {**SHARED, **PARTS}),
-    slow("ppo", PARTS),
+    slow("ppo", ONE),
     slow("tb learned", {**SHARED, **PARTS}),
     slow("tb learned", {**PACKED, **SHARED}),
 ]
