@@ -80,9 +80,9 @@ def test_scoring_equals_transformers(name):
 
 
 @pytest.mark.parametrize(
-    # By default full and delta layers: test_prefixes.py decodes with each kind, as scoring does.
+    # By default each kind of layer; test_scoring has all families, on the same layers.
     "family",
-    [x if x in ("qwen2", "qwen3_5_text") else slow(x) for x in FAMILIES],
+    [x if x in KINDS else slow(x) for x in FAMILIES],
 )
 def test_decoding_equals_transformers(family):
     config, params, _ = load_folder(GOLDEN / FAMILIES[family])
