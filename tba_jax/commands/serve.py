@@ -52,8 +52,7 @@ def _serve_on(bound: socket.socket, args: argparse.Namespace) -> int:
     from tba_jax.devices.worker import StopFlag, Worker
     from tba_jax.models.tokenizer import Tokenizer
     from tba_jax.remote.http_server import HttpServer
-    from tba_jax.serving.chat import make_chat_format
-    from tba_jax.serving.protocol import Served
+    from tba_jax.serving.chat import Served, make_chat_format
     from tba_jax.serving.server import RequestQueue, make_application
     from tba_jax.tasks.config import template_options
 

@@ -20,7 +20,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -30,9 +30,11 @@ from tba_jax.environments.adapters import BASE_URL, ERROR
 from tba_jax.flow.trajectory import FinishReason, Prompt, paths_of
 from tba_jax.rewards.scores import Score
 from tba_jax.serving.chat import Chat, Messages, extended
-from tba_jax.serving.failures import Failure
-from tba_jax.serving.protocol import ApiError, Call, Kind, Update, parse
+from tba_jax.serving.failures import ApiError, Failure
 from tba_jax.workers import Job, WorkerFailed
+
+if TYPE_CHECKING:
+    from tba_jax.serving.protocol import Call, Kind, Update
 
 # Added to the number of a turn in the turn's key. Larger than the number of any token.
 _TURNS = 2**30
@@ -215,7 +217,7 @@ class Environment:
         return answer
 
     async def turn(
-        self, chat: Chat, prompt: np.ndarray | None, call: Call | None = None
+        self, chat: Chat, prompt: np.ndarray | None, call: "Call | None" = None
     ) -> tuple[Path, Response | None]:
         """Sample a turn; return its path and the turn, or None if the episode reached a limit.
 
@@ -264,7 +266,7 @@ class Environment:
             self.limit = "length"
         return path, y
 
-    def _continued(self, chat: Chat, prompt: Any, call: Call | None) -> tuple[Path, np.ndarray]:
+    def _continued(self, chat: Chat, prompt: Any, call: "Call | None") -> tuple[Path, np.ndarray]:
         """Return the path of a turn and all tokens before the turn; arguments as of `turn`.
 
         The path is the newest that the turn continues, or a new one.
@@ -305,8 +307,10 @@ class Agent(Environment):
             for each in filter(None, (running, self._open)):
                 each.cancel()
 
-    async def request(self, kind: Kind, body: Mapping[str, Any]) -> tuple[Call, Update]:
+    async def request(self, kind: "Kind", body: Mapping[str, Any]) -> "tuple[Call, Update]":
         """Return the call of a request and its turn, or raise ApiError."""
+        from tba_jax.serving.protocol import Update, parse  # slow; only agents need it
+
         async with self._free:
             if self._failed.done() or self.id not in self.pool.agents:
                 raise ApiError("this episode has ended", code="episode_ended")

@@ -14,24 +14,23 @@ import collections
 import dataclasses
 import itertools
 import queue
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, Future
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from tba_jax.decoding.engine import Decoder, Session
+from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import Response, SamplingSettings
 from tba_jax.environments.adapters import make_handler
 from tba_jax.environments.episode import Agent, Attempt, Environment, Episode, Turn
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.models.transformer import Params
 from tba_jax.remote.http_server import HttpServer, bind
-from tba_jax.serving.failures import Failure, FailureLines
-from tba_jax.serving.protocol import ApiError, Kind, Served
-from tba_jax.serving.server import Sample, Updates, make_application
-from tba_jax.serving.vllm import InferenceServer, ServerSession
+from tba_jax.serving.chat import Served
+from tba_jax.serving.failures import ApiError, Failure, FailureLines
+from tba_jax.serving.vllm import InferenceServer
 from tba_jax.workers import WorkerFailed, WorkerPool, most_wait_s
 
 DEFAULT_WORKERS = 4  # which the episodes share
@@ -79,6 +78,8 @@ class EnvironmentPool:
             )
         vars(self).update(answer)
         if self.is_agent:
+            from tba_jax.serving.server import make_application  # slow; others need no server
+
             application = make_application(self._sample, self.served, prefix="/{episode}")
             self._server = HttpServer(application, "agent-server", bind("127.0.0.1", 0))
             self.url = f"http://127.0.0.1:{self._server.port}"
@@ -95,13 +96,13 @@ class EnvironmentPool:
         if self._server is not None:
             self._server.close()
 
-    def _sample(self, episode: str) -> Sample:
-        """Return the function that samples the turns of an agent, by the ID of its episode."""
+    def _sample(self, episode: str) -> Any:
+        """Return the `server.Sample` of the turns of an agent, by the ID of its episode."""
         if (agent := self.agents.get(episode)) is None:
             text = "there is no such episode: it has ended, or the base URL is not the agent's own"
             raise ApiError(text, status=404, code="episode_ended")
 
-        async def sample(kind: Kind, body: Mapping[str, Any]) -> Updates:
+        async def sample(kind: Any, body: Mapping[str, Any]) -> AsyncIterator[Any]:
             call, turn = await asyncio.wrap_future(self.workers.run(agent.request(kind, body)))
             yield call, 0, turn
 
@@ -116,11 +117,12 @@ class EpisodeSession:
     """
 
     def __init__(
-        self, session: Session | ServerSession, environments: EnvironmentPool | None = None
+        self, decoder: Sessions, params: Params, environments: EnvironmentPool | None, **own: Any
     ) -> None:
-        self._session, self._environments = session, environments
-        self.version, self.statistics = session.version, session.statistics
-        self._most = min(2 * session.num_slots, _MOST_EPISODES)
+        own = {"keeps_caches": environments is not None} | own  # options of `Session`
+        self._session, self._environments = decoder.session(params, **own), environments
+        self.version, self.statistics = self._session.version, self._session.statistics
+        self._most = min(2 * self._session.num_slots, _MOST_EPISODES)
         self._limit_s = most_wait_s(environments.timeout_s) if environments else 0.0
         self._numbers = itertools.count()
         self._queued = collections.deque[Attempt]()
@@ -242,11 +244,3 @@ class EpisodeSession:
         for path in episode.paths:
             self._session.forget(np.concatenate([attempt.prompt.tokens, episode.tokens[path]]))
         self._ended.append(episode)
-
-
-def open_session(
-    decoder: Sessions, params: Params, environments: EnvironmentPool | None, **options: int
-) -> EpisodeSession:
-    """Return an empty session of episodes on the devices of `params`; options as of `Session`."""
-    keeps = environments is not None
-    return EpisodeSession(decoder.session(params, keeps_caches=keeps, **options), environments)

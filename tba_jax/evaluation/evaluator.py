@@ -19,7 +19,7 @@ import numpy as np
 from tba_jax.decoding.engine import Decoder
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.decoding.sampling import fold_in
-from tba_jax.environments.episodes import EnvironmentPool, open_session
+from tba_jax.environments.episodes import EnvironmentPool, EpisodeSession
 from tba_jax.flow.tickets import EvaluationShard, EvaluationTicket
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.rewards.scores import Grader, part_means
@@ -109,7 +109,7 @@ class ShardEvaluator:
             params: weights on these devices.
         """
         n, prompts, params = self.num_samples, ticket.prompts, self.decoder.weights(params)
-        session = open_session(self.decoder, params, self.environments, num_slots=self.num_slots)
+        session = EpisodeSession(self.decoder, params, self.environments, num_slots=self.num_slots)
         numbers = np.arange(ticket.first * n, (ticket.first + len(prompts)) * n)
         keys = fold_in(jax.random.key(0), numbers).reshape(-1, n, 2)
         temperatures = np.full(n, self.sampling.temperature)

@@ -45,8 +45,7 @@ from tba_jax.search.prompts import PromptReader
 from tba_jax.search.sampler import SEARCHER_ROLE, Sampler, sampling_settings
 from tba_jax.search.searcher import SearchParts
 from tba_jax.search.start_data import GivenScorer
-from tba_jax.serving.chat import make_chat_format
-from tba_jax.serving.protocol import Served
+from tba_jax.serving.chat import Served, make_chat_format
 from tba_jax.serving.vllm import InferenceServer
 from tba_jax.tasks.task import Task
 from tba_jax.train.state import trained_shapes

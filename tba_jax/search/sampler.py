@@ -15,7 +15,7 @@ import numpy as np
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.decoding.sampling import fold_in
 from tba_jax.environments.episode import Episode
-from tba_jax.environments.episodes import EnvironmentPool, EpisodeSession, Sessions, open_session
+from tba_jax.environments.episodes import EnvironmentPool, EpisodeSession, Sessions
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.search.config import SearchSettings
 from tba_jax.search.state_values import states_of
@@ -74,7 +74,7 @@ class Sampler:
 
     def open(self, published: Published) -> "GroupSession":
         """Return an empty session."""
-        session = open_session(
+        session = EpisodeSession(
             self.decoder,
             published.params,
             self.environments,

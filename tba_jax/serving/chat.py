@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.models.tokenizer import Tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
@@ -132,6 +133,17 @@ class RendererFormat(ChatFormat):
             function = {"name": named["name"], "arguments": text}
             valid.append({"id": named["id"], "type": "function", "function": function})
         return message | ({"tool_calls": valid} if valid else {}), calls
+
+
+class Served(NamedTuple):
+    """A served model, with the limits and settings of its requests."""
+
+    model: str  # its name
+    tokenizer: Tokenizer
+    chat: ChatFormat
+    eos_ids: tuple[int, ...]  # tokens that end a response
+    max_length: int  # maximum number of tokens of prompt and response together
+    sampling: SamplingSettings | None = None  # of a training run; None: each request has its own
 
 
 def make_chat_format(tokenizer: Tokenizer, name: str, options: Mapping[str, Any]) -> ChatFormat:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Failures that do not end a run: lines on standard error, and counts by name."""
+"""Failures that do not end a run: refused requests, lines on standard error, counts by name."""
 
 import collections
 import sys
@@ -7,6 +7,7 @@ import threading
 import time
 
 _REPORT_S = 30.0  # interval of lines about failures with the same name
+_ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 500: "server_error"}
 
 
 class Failure(Exception):
@@ -15,6 +16,18 @@ class Failure(Exception):
     def __init__(self, name: str, text: str) -> None:
         super().__init__(text)
         self.name = name
+
+
+class ApiError(Exception):
+    """A refused request; `param` names a wrong parameter, `code` is a short name for programs."""
+
+    def __init__(
+        self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        kind = _ERROR_TYPES.get(status, "invalid_request_error")
+        self.status, self.code = status, code
+        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class FailureLines:

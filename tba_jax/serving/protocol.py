@@ -18,8 +18,8 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, Field, FiniteFl
 
 from tba_jax.decoding.requests import MAX_STOP_IDS, SamplingSettings, StopStrings
 from tba_jax.decoding.sampling import fold_in
-from tba_jax.models.tokenizer import Tokenizer
-from tba_jax.serving.chat import Chat, ChatFormat
+from tba_jax.serving.chat import Chat, ChatFormat, Served
+from tba_jax.serving.failures import ApiError
 
 Kind = Literal["generate", "completions", "chat"]
 
@@ -32,31 +32,6 @@ _REFUSED |= {"repetition_penalty": 1, "logit_bias": {}, "response_format": {"typ
 _REFUSED |= {"echo": False, "parallel_tool_calls": True, "add_generation_prompt": True}
 _REFUSED |= dict.fromkeys(("user", "metadata", "store", "service_tier", "safety_identifier"), Any)
 _REFUSED |= dict.fromkeys(("prompt_cache_key", "cache_salt", "priority", "request_id"), Any)
-_ERROR_TYPES = {401: "authentication_error", 404: "not_found_error", 500: "server_error"}
-
-
-class ApiError(Exception):
-    """A refused request; `param` names a wrong parameter, `code` is a short name for programs."""
-
-    def __init__(
-        self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None
-    ) -> None:
-        super().__init__(message)
-        kind = _ERROR_TYPES.get(status, "invalid_request_error")
-        self.status, self.code = status, code
-        self.body = {"error": {"message": message, "type": kind, "param": param, "code": code}}
-
-
-class Served(NamedTuple):
-    """A served model, with the limits and settings of its requests."""
-
-    model: str  # its name
-    tokenizer: Tokenizer
-    chat: ChatFormat
-    eos_ids: tuple[int, ...]  # tokens that end a response
-    max_length: int  # maximum number of tokens of prompt and response together
-    sampling: SamplingSettings | None = None  # of a training run; None: each request has its own
-
 
 # --- requests ------------------------------------------------------------------------------------
 

@@ -25,7 +25,9 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from tba_jax.decoding.engine import Session
-from tba_jax.serving.protocol import NOTHING, ApiError, Call, Kind, Served, Update, parse
+from tba_jax.serving.chat import Served
+from tba_jax.serving.failures import ApiError
+from tba_jax.serving.protocol import NOTHING, Call, Kind, Update, parse
 
 MAX_BODY_BYTES = 4 * 2**20
 _ROUTES: dict[Kind, str] = {

@@ -27,7 +27,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import urllib3
 
 from tba_jax.decoding.requests import Response, SamplingSettings, Statistics, StopStrings
 from tba_jax.devices.site import reading_mesh
@@ -70,16 +69,24 @@ class InferenceServer:
     stop_strings: StopStrings | None = None  # texts that end a response
 
     def __post_init__(self) -> None:
+        import urllib3  # slow; other runs need no client
+
         self.failures = FailureLines(f"search.engine {self.url}")
         self._root = self.url.rstrip("/").removesuffix("/v1")
-        self._http = urllib3.PoolManager(maxsize=256, retries=False)
+        key = os.environ.get("OPENAI_API_KEY")
+        self._http = urllib3.PoolManager(
+            maxsize=256,
+            retries=False,
+            headers={"authorization": f"Bearer {key}"} if key else None,
+            timeout=urllib3.Timeout(connect=min(10.0, self.timeout_s), read=self.timeout_s),
+        )
+        self._no_response = urllib3.exceptions.HTTPError
         self._is_closed, self._loading, self._num_loads = threading.Event(), threading.Lock(), 0
         self._name = f"tba-{uuid.uuid4().hex[:8]}"
         self._base = ""  # name of the server's own model
-        self._start = Path()  # folder or hub ID of the server's own weights
         self._versions: dict[str, int] = {}  # of all written weights, by the names of their folders
         self._folders: list[Path] = []  # of the written versions, the newest last
-        self._loaded = self._start  # folder of the weights that were loaded last
+        self._start = self._loaded = Path()  # of the server's own weights, and of the newest loaded
 
     def check(self, *, loads: bool = True) -> None:
         """Raise ValueError if the server's model or, with `loads`, its log-probs are wrong."""
@@ -294,16 +301,10 @@ class InferenceServer:
 
         A text is returned as {}. Raises Failure without a response, and for statuses but 200.
         """
-        key = os.environ.get("OPENAI_API_KEY")
+        method = "GET" if body is None else "POST"
         try:
-            found = self._http.request(
-                "GET" if body is None else "POST",
-                self._root + path,
-                json=body,
-                headers={"authorization": f"Bearer {key}"} if key else None,
-                timeout=urllib3.Timeout(connect=min(10.0, self.timeout_s), read=self.timeout_s),
-            )
-        except urllib3.exceptions.HTTPError as error:
+            found = self._http.request(method, self._root + path, json=body)
+        except self._no_response as error:
             text = f"not reachable within {self.timeout_s:.0f} s ({type(error).__name__})"
             raise Failure("server_down", text) from error
         if found.status == 200:

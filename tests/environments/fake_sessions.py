@@ -2,6 +2,7 @@
 """A decode session that says what a test wants."""
 
 import time
+import types
 
 import numpy as np
 
@@ -59,7 +60,8 @@ def all_played(environments, session, prompts, settings=LONG, swap=None):
 
     With `swap` the session takes these weights, as of version 4, after its first turns.
     """
-    over, found = EpisodeSession(session, environments), []
+    decoder = types.SimpleNamespace(session=lambda params, **options: session)
+    over, found = EpisodeSession(decoder, {}, environments), []
     for prompt in prompts:
         over.submit(prompt, np.zeros((1, 2), np.uint32), settings, np.ones(1))
     end = time.monotonic() + 90

@@ -12,8 +12,7 @@ from qwen_tokenizer import qwen_like_tokenizer
 from tba_jax.environments.episodes import EnvironmentPool
 from tba_jax.flow.trajectory import Prompt
 from tba_jax.rewards.scores import Score
-from tba_jax.serving.chat import RendererFormat
-from tba_jax.serving.protocol import Served
+from tba_jax.serving.chat import RendererFormat, Served
 
 pytest.importorskip("renderers", reason="the extra `chat-tools` is not installed")
 FILE = Path(__file__).with_name("environments_for_tests.py")

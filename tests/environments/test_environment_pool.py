@@ -19,7 +19,7 @@ from tba_jax.environments.episode import Attempt, Environment
 from tba_jax.environments.episodes import EnvironmentPool
 from tba_jax.rewards.scores import Score
 from tba_jax.serving import chat as chats
-from tba_jax.serving.protocol import Served
+from tba_jax.serving.chat import Served
 
 FILE = Path(__file__).with_name("environments_for_tests.py")
 

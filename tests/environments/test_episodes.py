@@ -90,9 +90,8 @@ def model():
 def drawn(model, world, *, in_turn, max_turns=4, keeps_caches=True):
     """All episodes, two for each prompt, in order."""
     options = {"num_slots": 4, "version": 3, "keeps_caches": keeps_caches}
-    inner = model.decoder.session(model.params, **options)
     world.tokenizer, world.max_turns = model.tokenizer, max_turns
-    session = EpisodeSession(inner, world)
+    session = EpisodeSession(model.decoder, model.params, world, **options)
     keys = fold_in(jax.random.key(5), np.arange(6)).reshape(3, 2, 2)
     for prompt, own in zip(model.prompts, keys, strict=True):
         session.submit(prompt, own, model.settings, np.ones(2))
@@ -106,7 +105,8 @@ def drawn(model, world, *, in_turn, max_turns=4, keeps_caches=True):
     world.close()
     assert session.is_idle and session.room == 4
     assert (session.statistics.kept_tokens > 0) == (keeps_caches and max_turns > 1)
-    assert all(key[:4] == b"\xff" * 4 for key in inner._kept)  # free rows: nothing is kept
+    kept = session._session._kept
+    assert all(key[:4] == b"\xff" * 4 for key in kept)  # free rows: nothing is kept
     return sorted(found, key=lambda y: (y.request, y.sample))
 
 

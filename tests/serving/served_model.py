@@ -22,8 +22,7 @@ from tba_jax.models.hf import adapter_files, hf_weights
 from tba_jax.models.tokenizer import Tokenizer
 from tba_jax.remote.http_server import HttpServer, bind
 from tba_jax.run.model_parts import START_MODEL
-from tba_jax.serving.chat import ChatFormat
-from tba_jax.serving.protocol import Served
+from tba_jax.serving.chat import ChatFormat, Served
 from tba_jax.serving.server import RequestQueue, make_application
 
 MAX_LENGTH, NUM_SLOTS, TOKEN = 256, 8, "secret"

@@ -23,7 +23,7 @@ from tba_jax.rewards.scores import Score
 from tba_jax.run.shared import make_environments
 from tba_jax.search.prompts import PromptReader
 from tba_jax.serving.chat import Chat, ChatFormat
-from tba_jax.serving.protocol import ApiError
+from tba_jax.serving.failures import ApiError
 from tests.environments.fake_sessions import all_played
 
 # The chat template of Qwen3-8B, byte for byte (Apache 2.0).

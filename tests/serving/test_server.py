@@ -17,7 +17,8 @@ from served_model import GENERATE, NUM_SLOTS, PROMPT, TOKEN
 
 from tba_jax.decoding.requests import SamplingSettings
 from tba_jax.serving.chat import Chat, ChatFormat, RendererFormat
-from tba_jax.serving.protocol import ApiError, Update, parse
+from tba_jax.serving.failures import ApiError
+from tba_jax.serving.protocol import Update, parse
 
 TEXT, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES, ONE = [{"role": "user", "content": "7+5-3"}], {"prompt": "1"}
