@@ -121,6 +121,7 @@ def test_packed_rows_on_a_mesh_give_the_same_losses(plain, examples_file):
     np.testing.assert_allclose(eval_losses, plain[2], rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_evaluation_is_the_mean_over_held_out_tokens_of_all_batches(plain, examples_file):
     source = models.describe(str(START_MODEL))
     _, held_out = sft._examples(str(examples_file), 0.3, sft.DEFAULTS, source.load_tokenizer())

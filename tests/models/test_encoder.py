@@ -74,9 +74,8 @@ def test_answers_equal_those_of_transformers_whatever_the_padding(name, function
         to_the_left(tokens, mask, 3, 10**6),
     ):
         assert_close(run(function, model, *given), want)
-    for i, n in ((1, 5), (3, 1)):
-        got = run(function, model, tokens[i : i + 1, :n], mask[i : i + 1, :n])
-        assert_close(got, want[i : i + 1])
+    alone = run(function, model, tokens[1:2, :5], mask[1:2, :5])
+    assert_close(alone, want[1:2])
 
 
 def test_rows_without_tokens_are_finite(roberta, bert):
