@@ -141,8 +141,8 @@ ONE, PARTS, WHOLE = (
 SHARED, PACKED = {"shares_prompts": True}, {"row_length": 18}
 # By default without a head, with advantages and with values; test_losses.py has all formulas.
 CASES = [
-    slow("tb", {}),
-    ("tb", {**SHARED, **WHOLE}),
+    slow("tb", {**SHARED, **WHOLE}),
+    ("tb", SHARED),
     slow("grpo", {**PACKED, **PARTS}),
     ("ppo", {**PACKED, **SHARED, **WHOLE}),
     ("vineppo", {**PACKED, **PARTS}),
