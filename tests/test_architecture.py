@@ -191,7 +191,7 @@ TEST_LIMITS = {
     ("train",): 1379,
     ("replay",): 583,
     ("search", "evaluation"): 821,
-    ("chaos",): 355,
+    ("chaos",): 356,
     ("rewards", "environments"): 1953,
     ("integration",): 1031,  # with the real clients of the server
     ("planning",): 589,

@@ -88,7 +88,8 @@ def test_a_terminal_that_is_closed(cache, tmp_path, is_ignored):
     """The run saves and ends, or goes on without a terminal where it was told to ignore that."""
     workdir = tmp_path / "run"
     end, terminal = pty.openpty()
-    in_shell = ["sh", "-c", ("trap '' HUP; " if is_ignored else "") + 'exec "$@"', "sh"]
+    shell = ["env", "--default-signal=HUP", "sh"]  # which may be ignored here, as under nohup
+    in_shell = [*shell, "-c", ("trap '' HUP; " if is_ignored else "") + 'exec "$@"', "sh"]
     run = command(workdir, *(SHORT if is_ignored else LONG))
     streams = dict.fromkeys(("stdin", "stdout", "stderr"), terminal)
     process = subprocess.Popen(
