@@ -117,13 +117,13 @@ class EpisodeSession:
     """
 
     def __init__(
-        self, decoder: Sessions, params: Params, environments: EnvironmentPool | None, **own: Any
+        self, decoder: Sessions, params: Params, pool: EnvironmentPool | None, **options: Any
     ) -> None:
-        own = {"keeps_caches": environments is not None} | own  # options of `Session`
-        self._session, self._environments = decoder.session(params, **own), environments
+        options = {"keeps_caches": pool is not None} | options  # those of `Session`
+        self._session, self._environments = decoder.session(params, **options), pool
         self.version, self.statistics = self._session.version, self._session.statistics
         self._most = min(2 * self._session.num_slots, _MOST_EPISODES)
-        self._limit_s = most_wait_s(environments.timeout_s) if environments else 0.0
+        self._limit_s = most_wait_s(pool.timeout_s) if pool else 0.0
         self._numbers = itertools.count()
         self._queued = collections.deque[Attempt]()
         self._open = set[tuple[int, int]]()  # request and sample of unfinished episodes

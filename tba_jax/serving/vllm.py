@@ -86,7 +86,7 @@ class InferenceServer:
         self._base = ""  # name of the server's own model
         self._versions: dict[str, int] = {}  # of all written weights, by the names of their folders
         self._folders: list[Path] = []  # of the written versions, the newest last
-        self._start = self._loaded = Path()  # of the server's own weights, and of the newest loaded
+        self._start = self._loaded = Path()  # folders of its own weights, and of those loaded last
 
     def check(self, *, loads: bool = True) -> None:
         """Raise ValueError if the server's model or, with `loads`, its log-probs are wrong."""
